@@ -2,8 +2,8 @@
 
 import pytest
 
-from axonml_jax.mesh.environment import LaunchEnvironment, first_host, launch_environment
 from axonml_jax.mesh.init import describe_launch
+from axonml_jax.mesh.launchers import LaunchEnvironment, first_host, launch_environment
 
 TORCHRUN = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500", "WORLD_SIZE": "4", "RANK": "3"}
 MPI = {f"OMPI_COMM_WORLD_{k}": v for k, v in (("SIZE", "4"), ("RANK", "3"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "2"))}

@@ -11,7 +11,7 @@ from axonml_jax.launch import workers as environment
 from axonml_jax.launch.options import read_options, streams_of
 from axonml_jax.launch.workers import Failure, report, root_cause, traceback_of
 from axonml_jax.mesh import join as coordinator
-from axonml_jax.mesh.environment import launch_environment
+from axonml_jax.mesh.launchers import launch_environment
 
 
 @pytest.fixture

@@ -40,8 +40,7 @@ from axonml_jax.facade.trainer import Trainer
 from axonml_jax.launch.leftovers import MARK
 from axonml_jax.launch.workers import RESTART_COUNT
 from axonml_jax.ledger.count import aligned, collectives_in
-from axonml_jax.mesh.environment import launch_environment
-from axonml_jax.mesh.init import init
+from axonml_jax.mesh.init import init, num_launched
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.simulate import fake_devices
 from axonml_jax.mesh.watch import FlightRecord, Watchdog
@@ -869,10 +868,10 @@ def start_devices(simulated: int | None) -> World:
       ValueError: for simulated devices in one of several launched processes, or a platform that JAX does not have.
     """
     if simulated is not None:
-        launched = launch_environment(os.environ)
-        if launched is not None and launched.num_processes > 1:
+        launched = num_launched()
+        if launched > 1:
             raise ValueError(
-                f"devices.simulated={simulated}: this is one of {launched.num_processes} launched processes, and simulated "
+                f"devices.simulated={simulated}: this is one of {launched} launched processes, and simulated "
                 "devices are all in one; add --devices.simulated null to use the processes' own devices, or start "
                 "axonml-jax train without a launcher"
             )

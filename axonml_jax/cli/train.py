@@ -82,6 +82,7 @@ from axonml_jax.config.sections import OwnModel
 from axonml_jax.data.sources import TextSplit
 from axonml_jax.facade.trainer import ParallelModel, Trainer
 from axonml_jax.mesh.watch import Watchdog
+from axonml_jax.mesh.world import World
 from axonml_jax.models.weights import load_pretrained
 from axonml_jax.training.callbacks import Callback
 from axonml_jax.training.same_everywhere import check_same, program_hash
@@ -153,6 +154,7 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
         partial(check_tokenizer, config),
         partial(check_optimizer, config),
     )
+    print0(_launched(ground.world), flush=True)
     [callbacks, _] = all_or_refuse(partial(own_callbacks, config.callbacks), partial(check_own, config, ground))
     text = ground.own or text
     all_or_refuse(partial(check_same, "configuration", _shared_settings(config, text), ground.world))
@@ -183,6 +185,12 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
             begin = partial(begin_mlflow, out.mlflow, run.path, as_dict(config))
             all_or_refuse(partial(Team().decide, "begin the run of MLflow", begin))
         return _train(config, ground, data, trainer, run, start, saved)
+
+
+def _launched(world: World) -> str:
+    """Who was believed about this process's place, in words."""
+    count = world.num_processes
+    return f"launcher   {world.launcher}: {f'{count} processes' if count > 1 else 'one process'}"
 
 
 def _is_as_on_one_device(trainer: Trainer, data: TextData) -> bool:

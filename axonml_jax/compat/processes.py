@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from types import FunctionType, SimpleNamespace
 from typing import Any, Protocol
@@ -63,6 +63,41 @@ def coordinator_client() -> CoordinatorClient:
     client: Any = distributed.global_state.client
     assert client is not None, "several processes without jax.distributed"
     return client
+
+
+def joined_as() -> tuple[int, int]:
+    """Which process of how many this is, as it was joined; no backend is started, as `jax.process_count` does."""
+    from jax._src import distributed
+
+    return distributed.global_state.process_id, distributed.global_state.num_processes
+
+
+def cloud_tpu_place(environ: Mapping[str, str], timeout: float) -> tuple[str, int, int] | None:
+    """Process 0's address, how many processes there are and which this is, by the metadata of Google's cloud.
+
+    Args:
+      environ: environment variables.
+      timeout: seconds to wait until the name of process 0's machine resolves.
+
+    Returns:
+      None where this is no virtual machine with TPUs, where they are of this machine alone, and where nobody answers.
+    """
+    # JAX looks for the chips when it is imported, and only its own detection knows how to ask the metadata.
+    from jax._src import cloud_tpu_init
+    from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster
+
+    if not cloud_tpu_init.running_in_cloud_tpu_vm or "TPU_SKIP_MDS_QUERY" in environ:
+        return None
+    try:
+        if not GceTpuCluster.is_env_present() or (count := GceTpuCluster.get_process_count()) == 1:
+            return None
+        address = GceTpuCluster.get_coordinator_address(round(timeout), environ.get("JAX_COORDINATOR_PORT"))
+        return address, count, GceTpuCluster.get_process_id()
+    except (
+        ImportError,
+        OSError,
+    ):  # no `requests`, no metadata: that devices are of several processes is seen at their start
+        return None
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,15 +1,24 @@
-"""`ax.init`: a process joins its job, and JAX starts."""
+"""`ax.init`: a process joins its job, and JAX starts; who describes the job, and which of its devices are this process's."""
 
-import dataclasses
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
 
-from axonml_jax.compat.processes import backend_started, coordinator_client, keep_in_every_process, only_cpu
-from axonml_jax.mesh.environment import LaunchEnvironment, launch_environment
+from axonml_jax.base import logger
+from axonml_jax.compat.processes import (
+    backend_started,
+    cloud_tpu_place,
+    coordinator_client,
+    joined_as,
+    keep_in_every_process,
+    only_cpu,
+)
 from axonml_jax.mesh.join import (
     bind_address,
     host_port,
@@ -19,6 +28,7 @@ from axonml_jax.mesh.join import (
     split_address,
     use_route_to,
 )
+from axonml_jax.mesh.launchers import ALONE, LAUNCHERS, LaunchEnvironment, alone_asked, launch_environment, reserved
 from axonml_jax.mesh.simulate import keep_memory, pool_threads, requested_devices
 from axonml_jax.mesh.world import (
     DEFAULT_TIMEOUT,
@@ -37,6 +47,7 @@ BACKENDS: dict[str, type[Backend]] = {
 """The backends by name."""
 
 _HOSTS = "axonml_jax/hosts/"
+_SAID = "axonml_jax/launched/"
 _MOST_PROCESSES = 2**31
 
 
@@ -50,37 +61,48 @@ def init(
 ) -> World:
     """Join the launched job, or be a world of this process's devices when there is none.
 
-    The job is described by the arguments or, where they are None, by the launch variables of torchrun, Open MPI, Slurm
-    or Kubernetes. On CPU each process has one device unless `jax_num_cpu_devices` says otherwise, and talks over gloo.
+    The job is described by the arguments or, where they are None, by Ray Train, by the launch variables of any launcher of
+    `axonml_jax.mesh.launchers`, or on a cloud TPU by JAX; whoever is believed is `World.launcher`. A job that somebody else has
+    joined (`jax.distributed.initialize`) is taken as it is. On CPU each process has one device unless `jax_num_cpu_devices`
+    says otherwise, and talks over gloo.
 
     Args:
       backend: `"mock"`, `"gloo"`, `"nccl"`, `"tpu"`, or a `Backend` of yours; None takes what fits the devices.
       coordinator: `host:port` of process 0.
-      num_processes: number of processes.
+      num_processes: number of processes; 1: this one alone, whatever variables say (so does `AXONML_JAX_ALONE=1`).
       process_id: which this is, from 0.
-      local_device_ids: the GPUs of this process; None: the one with its local rank where several share a host.
+      local_device_ids: the GPUs of this process; None: the one with its local rank where several share a host and see the same.
       timeout: seconds to wait for the other processes, here and at later eager group calls.
 
     Returns:
       the `World`; a second call returns an equal one.
 
     Raises:
-      ValueError: for incomplete or contradictory arguments and variables, processes that disagree, or a backend that
-        does not fit the devices.
+      ValueError: for incomplete or contradictory arguments and variables, variables that count several processes and say no
+        more, processes that disagree, or a backend that does not fit the devices.
       RuntimeError: when JAX has already started its devices.
       TimeoutError: naming the processes that did not arrive.
     """
     if isinstance(backend, str) and backend not in BACKENDS:
         raise ValueError(f"backend {backend!r}: choose one of {', '.join(BACKENDS)}, or pass a Backend of yours")
-    launch = describe_launch(os.environ, coordinator, num_processes, process_id)
+    launch = _launch((coordinator, num_processes, process_id), timeout)
     if not backend_started() and only_cpu():
         keep_memory()
         if launch is not None and launch.local_size is not None and launch.local_size > 1:
             os.environ |= pool_threads(requested_devices(), launch.local_size)
-    if launch is not None and launch.num_processes > 1:
-        _check_unchanged(launch) if jax.distributed.is_initialized() else _join(launch, local_device_ids, timeout)
+    if launch is not None and launch.num_processes > 1 and not jax.distributed.is_initialized():
+        _join(launch, local_device_ids, timeout)
+    found = _adopted(launch, num_processes, timeout)
     chosen = BACKENDS[backend]() if isinstance(backend, str) else backend or _default_backend()
-    return local_world(chosen, _local_rank(launch), timeout)
+    if jax.process_count() > 1 and not jax.distributed.is_initialized():
+        raise ValueError(
+            f"init: JAX's devices are those of {jax.process_count()} processes, and no launcher has said how they find each "
+            "other; pass coordinator='host:port', num_processes= and process_id=, or call jax.distributed.initialize() before"
+        )
+    if found is None and num_processes is None and (said := reserved(os.environ)):
+        logger.warning("%s", said)
+    name = found.launcher if found is not None else "alone"
+    return replace(local_world(chosen, _local_rank(found), timeout), launcher=name)
 
 
 def shutdown() -> None:
@@ -101,10 +123,14 @@ def describe_launch(
     present = {name: value for name, value in given.items() if value is not None}
     if num_processes == 1:
         return None
+    if present and alone_asked(environ):
+        raise ValueError(
+            f"init: {ALONE}=1 contradicts {', '.join(f'{k}={v!r}' for k, v in present.items())}: unset one"
+        )
     if coordinator is not None and num_processes is not None and process_id is not None:
         job = LaunchEnvironment("arguments", coordinator, num_processes, process_id)
     elif (launch := launch_environment(environ, coordinator, num_processes)) is not None:
-        job = dataclasses.replace(launch, **present)  # pyright: ignore[reportArgumentType]
+        job = replace(launch, **present)  # pyright: ignore[reportArgumentType]
     elif not present:
         return None
     else:
@@ -125,6 +151,63 @@ def describe_launch(
     return job
 
 
+def num_launched() -> int:
+    """How many processes were launched together with this one, itself included; nobody is waited for.
+
+    Raises:
+      ValueError: see `launch_environment`.
+    """
+    if jax.distributed.is_initialized():
+        return joined_as()[1]
+    if not alone_asked(os.environ) and (context := _ray_context()) is not None:
+        return context.get_world_size()
+    launch = launch_environment(os.environ)
+    return 1 if launch is None else launch.num_processes
+
+
+def _launch(given: tuple[str | None, int | None, int | None], timeout: float) -> LaunchEnvironment | None:
+    """The job by arguments, by Ray, by variables, or by the metadata of a cloud TPU; None for whoever has joined already."""
+    if given == (None, None, None) and not alone_asked(os.environ):
+        if jax.distributed.is_initialized():
+            return None
+        # What a worker of Ray inherits, such as the variables of the srun that has started Ray, is of another job.
+        if (context := _ray_context()) is not None:
+            return _ray_launch(context)
+        simulated = only_cpu() and requested_devices() > 1
+        if not simulated and not any(each.speaks(os.environ) for each in LAUNCHERS):
+            place = cloud_tpu_place(os.environ, timeout)
+            if place is not None:
+                return LaunchEnvironment("tpu", *place)
+    return describe_launch(os.environ, *given)
+
+
+def _ray_context() -> Any:
+    """The place of this process among a Ray Train run's workers; None in any other process. Ray is not imported for it."""
+    ray = sys.modules.get("ray")
+    if ray is None or "ray.train" not in sys.modules or not ray.is_initialized():
+        return None
+    try:
+        context = ray.train.get_context()
+        return context if isinstance(context.get_world_size(), int) else None
+    except (RuntimeError, AttributeError):  # a driver, or an actor or a task that is no worker of Ray Train
+        return None
+
+
+def _ray_launch(context: Any) -> LaunchEnvironment | None:
+    """The job of a Ray Train run: worker 0 tells the others where it listens. None of a single worker."""
+    import ray
+    from ray.train.collective import broadcast_from_rank_zero
+
+    size, rank, address = context.get_world_size(), context.get_world_rank(), None
+    if size == 1:
+        return None
+    if rank == 0:
+        with socket.create_server(("", 0)) as server:
+            address = host_port(ray.util.get_node_ip_address(), server.getsockname()[1])
+    local = context.get_local_rank(), context.get_local_world_size()
+    return LaunchEnvironment("ray", broadcast_from_rank_zero(address), size, rank, *local)
+
+
 def _default_backend():
     platform = jax.default_backend()
     if platform == "cpu":
@@ -140,10 +223,6 @@ def _join(launch, local_device_ids, timeout):
         )
     _prepare_cpu_devices()
     keep_in_every_process()
-    ids = local_device_ids
-    # CUDA_VISIBLE_DEVICES with one entry: the launcher has already chosen this process's GPU.
-    if ids is None and (launch.local_size or 1) > 1 and "," in os.environ.get("CUDA_VISIBLE_DEVICES", ","):
-        ids = [launch.local_rank]
     deadline = time.monotonic() + timeout
     coordinator = launch.coordinator
     if launch.process_id == 0:
@@ -157,17 +236,34 @@ def _join(launch, local_device_ids, timeout):
         coordinator,
         launch.num_processes,
         launch.process_id,
-        ids,
+        local_device_ids if local_device_ids is not None else own_gpu(launch, os.environ),
         # Everything is known; JAX would take a GPU's index from Slurm's variables even where only that GPU is visible.
         cluster_detection_method="deactivate",
         initialization_timeout=left,
         coordinator_bind_address=coordinator,
     )
-    leave_on_error()
-    client = coordinator_client()
-    say_goodbye(client, launch.process_id, launch.num_processes)
-    client.key_value_set(f"{_HOSTS}{launch.process_id}", socket.gethostname())
-    client.wait_at_barrier("axonml_jax/init", left * 1000)
+
+
+def own_gpu(launch: LaunchEnvironment, environ: Mapping[str, str]) -> list[int] | None:
+    """The index of the GPU that is this process's alone; None where it takes all that it sees.
+
+    Several processes of a host that see the same GPUs take one each, by local rank. What an engine gave a process it keeps:
+    one GPU, or several.
+
+    >>> own_gpu(LaunchEnvironment("torchrun", "a:1", 4, 3, 1, 2), {"CUDA_VISIBLE_DEVICES": "4,5"})
+    [1]
+    >>> own_gpu(LaunchEnvironment("ray", "a:1", 4, 3, 1, 2), {"CUDA_VISIBLE_DEVICES": "2,3"}) is None
+    True
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES", ",")
+    # Slurm with --gpus-per-task, which newer versions call a TRES of the task.
+    per_task = launch.launcher == "slurm" and (
+        "SLURM_GPUS_PER_TASK" in environ or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
+    )
+    given = launch.launcher == "ray" or per_task or "JAX_LOCAL_DEVICE_IDS" in environ or "," not in visible
+    if given or (launch.local_size or 1) == 1 or launch.local_rank is None:
+        return None
+    return [launch.local_rank]
 
 
 def _prepare_cpu_devices():
@@ -180,6 +276,34 @@ def _prepare_cpu_devices():
         jax.config.update("jax_num_cpu_devices", 1)
 
 
+def _adopted(launch: LaunchEnvironment | None, num_processes: int | None, timeout: float) -> LaunchEnvironment | None:
+    """The job that this process is in, whoever has joined it, once all its processes know each other's hosts."""
+    if not jax.distributed.is_initialized():
+        return launch
+    process, count = joined_as()
+    if (num_processes == 1 and count > 1) or (launch and (launch.process_id, launch.num_processes) != (process, count)):
+        wanted = f"{launch.process_id} of {launch.num_processes}" if launch else "alone"
+        raise ValueError(
+            f"init: this process is already {process} of {count}, not {wanted}; call ax.shutdown() in every process before "
+            "joining another job"
+        )
+    if count == 1:
+        return launch
+    client = coordinator_client()
+    if said := dict(client.key_value_dir_get(_SAID)).get(f"{_SAID}{process}"):
+        name, _, local_rank = said.partition(" ")
+        return LaunchEnvironment(name, "", count, process, int(local_rank) if local_rank else None)
+    found = launch or LaunchEnvironment("jax.distributed.initialize", "", count, process)
+    if _ray_context() is None:  # Ray ends its workers itself
+        leave_on_error()
+        say_goodbye(client, process, count)
+    client.key_value_set(f"{_HOSTS}{process}", socket.gethostname())
+    known = "" if found.local_rank is None else str(found.local_rank)
+    client.key_value_set(f"{_SAID}{process}", f"{found.launcher} {known}")
+    client.wait_at_barrier("axonml_jax/init", max(10, round(timeout)) * 1000)
+    return found
+
+
 def _local_rank(launch):
     """Which process of its host this is, as the launcher says, or else by the host names that all have left."""
     if launch is None or launch.num_processes == 1:
@@ -189,11 +313,3 @@ def _local_rank(launch):
     hosts = {int(key.rsplit("/", 1)[1]): host for key, host in coordinator_client().key_value_dir_get(_HOSTS)}
     here = sorted(process for process, host in hosts.items() if host == hosts[launch.process_id])
     return here.index(launch.process_id)
-
-
-def _check_unchanged(launch):
-    if (jax.process_count(), jax.process_index()) != (launch.num_processes, launch.process_id):
-        raise ValueError(
-            f"init: this process is already {jax.process_index()} of {jax.process_count()}, not {launch.process_id} of "
-            f"{launch.num_processes}; call ax.shutdown() in every process before joining another job"
-        )

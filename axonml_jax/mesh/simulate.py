@@ -17,7 +17,7 @@ from axonml_jax.compat.processes import backend_started
 from axonml_jax.compat.versions import COLLECTIVES_HOLD_THREADS
 
 if TYPE_CHECKING:
-    from axonml_jax.mesh.environment import LaunchEnvironment
+    from axonml_jax.mesh.launchers import LaunchEnvironment
 
 # --------------------------------------------------------------------------------------------------
 # Freed host memory that a CPU process keeps for its next step.
@@ -217,7 +217,7 @@ def requested_devices() -> int:
 
 def _launch() -> "LaunchEnvironment | None":
     try:
-        from axonml_jax.mesh.environment import launch_environment
+        from axonml_jax.mesh.launchers import launch_environment
 
         return launch_environment(os.environ)
     except ValueError:  # what is wrong with the variables is for `init` to say, which needs them

@@ -363,6 +363,8 @@ class World:
       num_processes: number of processes (threads of `spawn` count as processes).
       process_index: which of them this is.
       local_rank: which process of its host this is.
+      launcher: who was believed about it: `torchrun` (and `axonml-jax launch`), `slurm`, `ray` or another launcher,
+        `arguments`, `jax.distributed.initialize`, or `alone`.
     """
 
     backend: Backend
@@ -370,6 +372,7 @@ class World:
     num_processes: int
     process_index: int
     local_rank: int = 0
+    launcher: str = "alone"
     board: "Board | None" = dataclasses.field(default=None, compare=False)
     timeout: float = dataclasses.field(default=DEFAULT_TIMEOUT, compare=False)
 

@@ -24,7 +24,7 @@ from flax import nnx
 
 import axonml_jax as ax
 from axonml_jax.cli.tasks import loss_fn
-from axonml_jax.mesh.environment import launch_environment
+from axonml_jax.mesh.launchers import launch_environment
 from axonml_jax.model.loss import Precision
 from axonml_jax.model.view import functionalize
 from axonml_jax.models.config import TransformerConfig

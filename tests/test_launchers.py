@@ -1,0 +1,183 @@
+"""42 recorded environments of launchers: who joins, who is refused by name, who is alone on purpose, and nobody by mistake."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from axonml_jax.mesh.init import describe_launch, own_gpu
+from axonml_jax.mesh.launchers import ALONE, LAUNCHERS, LaunchEnvironment, launch_environment, reserved
+
+RECORDED = json.loads((Path(__file__).parent / "fixtures" / "launchers.json").read_text("utf-8"))
+JOINABLE = [name for name, row in RECORDED.items() if isinstance(row["expected"], dict)]
+
+
+def processes(name):
+    return [{**RECORDED[name]["all"], **each} for each in RECORDED[name]["each"]]
+
+
+def is_right(launch, expected, process):
+    """Whether a process is what is expected; a coordinator's port may be any (`host:*`)."""
+    fields = ("process_ids", "process_id"), ("local_ranks", "local_rank"), ("local_sizes", "local_size")
+    host, _, port = launch.coordinator.rpartition(":")
+    return (
+        all(expected[every][process] == getattr(launch, one) for every, one in fields)
+        and (launch.launcher, launch.num_processes) == (expected["launcher"], expected["num_processes"])
+        and expected["coordinator"] in (launch.coordinator, f"{host}:*")
+        and port.isdecimal()
+    )
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_every_recorded_environment_has_its_right_answer(name):
+    expected = RECORDED[name]["expected"]
+    for process, environ in enumerate(processes(name)):
+        if isinstance(expected, dict):
+            launch = describe_launch(environ, None, None, None)
+            here = (name, process) == ("aws_batch_mnp", 0)  # the main node is told no address: it takes its own
+            assert is_right(launch, expected | ({"coordinator": launch.coordinator} if here else {}), process), launch
+        elif expected == "refuse":
+            with pytest.raises(ValueError, match=rf"=|processes.*{ALONE}=1"):
+                describe_launch(environ, None, None, None)
+        else:
+            assert describe_launch(environ, None, None, None) is None
+            assert bool(reserved(environ)) == (expected == "warn")
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_whoever_asks_to_be_alone_is(name):
+    for environ in processes(name):
+        assert describe_launch(environ, None, 1, None) is None
+        assert describe_launch(environ | {ALONE: "1"}, None, None, None) is None
+
+
+def told(name):
+    """The variables of a joinable environment that its launcher's row reads, or that a launcher's address stands in."""
+    [launcher, *_] = [each for each in LAUNCHERS if each.speaks(processes(name)[1])]
+    return [each for each in (*launcher.names, *launcher.asks) if each in processes(name)[1]]
+
+
+MISSING = [(name, variable) for name in JOINABLE for variable in told(name)]
+
+
+SAID_OTHERWISE = {
+    ("indexed_job_with_service", "JOB_COMPLETION_INDEX"): "RANK missing beside WORLD_SIZE=2",
+    ("gke_tpu_slice", "TPU_WORKER_HOSTNAMES"): "WORLD_SIZE, .*missing beside JOB_COMPLETION_INDEX",
+    ("gke_tpu_multislice", "TPU_WORKER_HOSTNAMES"): "missing beside JOB_COMPLETION_INDEX=0, MEGASCALE_NUM_SLICES=2",
+}
+"""What is missing without that variable by the launcher whose variables are left."""
+
+
+@pytest.mark.parametrize(("name", "variable"), MISSING)
+def test_one_variable_missing_is_named_or_said_by_others_and_nobody_is_alone(name, variable):
+    for process, environ in enumerate(processes(name)):
+        left = {each: value for each, value in environ.items() if each != variable}
+        try:
+            launch = describe_launch(left, None, None, None)
+        except ValueError as error:
+            words = SAID_OTHERWISE.get((name, variable), variable)
+            assert re.search(words, str(error)) or variable in str(error), error
+        else:
+            assert launch is not None, f"process {process} alone without {variable}"
+            assert launch.num_processes == 2
+            assert launch.process_id == process
+
+
+@pytest.mark.parametrize("name", JOINABLE)
+def test_variables_that_contradict_are_refused_by_name(name):
+    expected, environ = RECORDED[name]["expected"], processes(name)[1]
+    [launcher, *_] = [each for each in LAUNCHERS if each.speaks(environ)]
+    for variable in (
+        each for each in (launcher.rank, launcher.local_rank) if isinstance(each, str) and each in environ
+    ):
+        if variable == launcher.local_rank and expected["local_sizes"][1] is None:
+            continue
+        with pytest.raises(ValueError, match=f"impossible.*{variable}=7"):
+            launch_environment(environ | {variable: "7"})
+    for variable in set(launcher.numbers) & set(environ):
+        with pytest.raises(ValueError, match=f"{variable}='x'"):
+            launch_environment(environ | {variable: "x"})
+    if not launcher.innermost:
+        with pytest.raises(ValueError, match="PMI_SIZE=16"):
+            launch_environment(environ | {"PMI_SIZE": "16"})
+
+
+SIGNED = {
+    "Kubeflow's torch runtime without a launcher": ({"PET_NNODES": "2"}, "axonml-jax launch.*PET_"),
+    "elastic machines": ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4"),
+    "machines of a script": ({"NNODES": "4"}, "NNODES=4"),
+    "a number above 0 without a count": ({"NODE_RANK": "2"}, "NODE_RANK=2"),
+    "slices without hosts": ({"MEGASCALE_NUM_SLICES": "2"}, "MEGASCALE_NUM_SLICES=2"),
+    "Volcano's tasks": ({"VC_PS_NUM": "1", "VC_WORKER_NUM": "1"}, "VC_PS_NUM=1, VC_WORKER_NUM=1"),
+    "MPICH with an address": ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "mpich: MASTER_ADDR, MASTER_PORT missing"),
+    "an address without a count": (
+        {"JAX_COORDINATOR_ADDRESS": "a:1"},
+        "jax: JAX_NUM_PROCESSES, JAX_PROCESS_ID missing",
+    ),
+    "a word": ({ALONE: "yes"}, f"{ALONE}='yes'"),
+    "a TPU's file of addresses": (
+        {"TPU_PROCESS_ADDRESSES_PATH": "/nowhere/a"},
+        "TPU_PROCESS_ADDRESSES_PATH=/nowhere/a",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SIGNED)
+def test_a_count_that_no_reader_takes_is_an_error_that_names_it(case):
+    environ, words = SIGNED[case]
+    with pytest.raises(ValueError, match=words):
+        launch_environment(environ)
+
+
+ONE = {
+    "one machine": {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "a"},
+    "one slice of one host": {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0", "MEGASCALE_NUM_SLICES": "1"},
+    "an array job that says so": {"JOB_COMPLETION_INDEX": "3", "WORLD_SIZE": "1"},
+    "one of MPICH": {"PMI_SIZE": "1", "PMI_RANK": "0"},
+    "TensorFlow's variable of one": {"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'},
+    "TensorFlow's variable of something else": {"TF_CONFIG": "nothing"},
+    "one of RunPod's": {"PRIMARY_ADDR": "a", "NUM_NODES": "1", "NODE_RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "a"},
+    "a reserved task that is used": {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"},
+}
+
+
+@pytest.mark.parametrize("case", ONE)
+def test_one_process_is_alone(case):
+    assert launch_environment(ONE[case]) is None
+    assert not reserved(ONE[case])
+
+
+def test_one_task_of_an_outer_launcher_says_nothing_of_an_inner_one():
+    outer = {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}
+    inner = {"PMI_SIZE": "2", "PMI_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "5"}
+    assert launch_environment(outer | inner) == LaunchEnvironment("mpich", "a:5", 2, 1)
+
+
+def test_hosts_of_a_tpu_may_stand_in_a_file(tmp_path):
+    (tmp_path / "hosts").write_text("a.t:8471,b.t:8471\n")
+    environ = {"TPU_PROCESS_ADDRESSES_PATH": str(tmp_path / "hosts"), "TPU_WORKER_ID": "1"}
+    assert launch_environment(environ) == LaunchEnvironment("tpu", "a.t:8482", 2, 1)
+
+
+def test_arguments_and_the_wish_to_be_alone_contradict():
+    with pytest.raises(ValueError, match=f"{ALONE}=1 contradicts num_processes=2"):
+        describe_launch({ALONE: "1"}, None, 2, None)
+
+
+GPUS = {
+    "each takes its own of four": ("torchrun", {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, [1]),
+    "each takes its own of all": ("slurm", {}, [1]),
+    "one was given": ("torchrun", {"CUDA_VISIBLE_DEVICES": "5"}, None),
+    "Ray gave two": ("ray", {"CUDA_VISIBLE_DEVICES": "2,3"}, None),
+    "Slurm gave two": ("slurm", {"CUDA_VISIBLE_DEVICES": "2,3", "SLURM_GPUS_PER_TASK": "2"}, None),
+    "newer Slurm gave two": ("slurm", {"SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=2"}, None),
+    "the user chose": ("torchrun", {"JAX_LOCAL_DEVICE_IDS": "0,1"}, None),
+}
+
+
+@pytest.mark.parametrize("case", GPUS)
+def test_gpus_that_an_engine_gave_are_kept(case):
+    launcher, environ, ids = GPUS[case]
+    assert own_gpu(LaunchEnvironment(launcher, "a:1", 4, 3, 1, 2), environ) == ids
+    assert own_gpu(LaunchEnvironment(launcher, "a:1", 4, 3), environ) is None
