@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from axonml_jax.cli.flags import TRACEBACK, refusal, traceback_wanted
 from axonml_jax.mesh.join import joined, leave_now
+from axonml_jax.mesh.launchers import ray_context
 
 COMMANDS = ("train", "eval", "generate", "runs", "explain", "plan", "launch", "schedule", "devices", "import", "export")
 OTHERS = {
@@ -43,8 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
       The exit status: 0; 2 for anything wrong with the arguments or the configuration, said in one message on stderr
       (see cli/flags.py); 130 after Ctrl-C; 143 after SIGTERM (a training run is saved after either); 141
       when the reader of its output is gone.
+
+    Raises:
+      Exception: in a worker of Ray Train, whatever is wrong: its text is to reach the driver.
     """
-    status = _status(list(sys.argv[1:] if argv is None else argv))
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if ray_context() is not None:  # ending this process would hide why from Ray
+        if status := _dispatch(arguments):
+            raise RuntimeError(
+                f"axonml-jax {' '.join(arguments)} has ended with status {status}: see what it has printed"
+            )
+        return status
+    status = _status(arguments)
     if status not in (0, TERMINATED, INTERRUPTED) and joined():
         leave_now(status)  # the other processes may be waiting for this one
     return status

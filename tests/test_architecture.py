@@ -18,6 +18,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     12: (
         "cli",
         "__main__",
+        "ray",
     ),
     11: ("launch",),
     10: (
@@ -64,7 +65,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
 }
 FLOOR_OF = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 # Single files, not folders: they may stand under or over a folder of their own floor.
-LOOSE = ("__main__", "base")
+LOOSE = ("__main__", "base", "ray")
 
 COMMUNICATING = {
     *("psum", "pmean", "pmax", "pmin", "psum_scatter", "all_gather", "all_gather_invariant", "all_to_all"),
@@ -236,9 +237,9 @@ def test_no_file_is_named_after_nothing():
 
 
 CEILINGS = {
-    "files with more than five lines of code": 181,
-    "lines of code": 50_600,
-    "arrows between files": 1_210,
+    "files with more than five lines of code": 185,
+    "lines of code": 51_500,
+    "arrows between files": 1_230,
     "methods of the widest class": 36,
     "modules that `ax.DDP` imports": 45,
     "calls of trainer(), DDP": 1_280,
@@ -251,7 +252,7 @@ CEILINGS = {
     "files of other capabilities in a DDP step": 1,
 }
 """Figures of the structure (`tests/house.py`) may fall, and then the ceiling is lowered to what they are; none may
-rise but with a capability that is new: kernels for GPUs brought three rooms."""
+rise but with a capability that is new: kernels for GPUs brought three rooms, engines another three."""
 
 
 @pytest.mark.slow  # the same on both ends
@@ -317,6 +318,7 @@ def test_importing_the_package_imports_no_optional_library():
         "datasets",
         "matplotlib",
         "pyarrow",
+        "ray",
         "tokenizers",
         "mlflow",
         "lm_eval",

@@ -135,8 +135,13 @@ def explain(config: RunConfig, budget: Budget | None = None, estimate: Estimate 
     return OVER_BUDGET if wrong else 0
 
 
-def train(config: RunConfig, budget: Budget | None = None) -> int:
+def train(config: RunConfig, budget: Budget | None = None, more: Sequence[Callback] = ()) -> int:
     """Train, validate, sample, and leave records, checkpoints, configuration and picture in the run's folder.
+
+    Args:
+      config: the run's.
+      budget: what a step may cost.
+      more: callbacks beside those of the configuration.
 
     Returns:
       0; 130 when stopped by Ctrl-C, 143 when by SIGTERM, both after a step that is saved; 3 by updates that were not finite;
@@ -154,7 +159,6 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
         partial(check_tokenizer, config),
         partial(check_optimizer, config),
     )
-    print0(_launched(ground.world), flush=True)
     [callbacks, _] = all_or_refuse(partial(own_callbacks, config.callbacks), partial(check_own, config, ground))
     text = ground.own or text
     all_or_refuse(partial(check_same, "configuration", _shared_settings(config, text), ground.world))
@@ -168,9 +172,10 @@ def train(config: RunConfig, budget: Budget | None = None) -> int:
         [data, new] = all_or_refuse(partial(load_data, config, text, ground.mesh), run.begins)
         all_or_refuse(partial(check_validation, config, data), *([partial(check_weights, config)] if new else []))
         require_fit(config, ground, budget or Budget())
-        said = describe(config, ground), about(config, data), f"compiled   {in_words()}"
+        said = _launched(ground.world), describe(config, ground), about(config, data), f"compiled   {in_words()}"
         step = ["step       as before the restart"] if unchanged(os.environ) else ["", *step_in_words(config, ground)]
         print0(*said, *step, "", sep="\n", flush=True)
+        callbacks = [*callbacks, *more]
         trainer = _trainer(config, ground, callbacks, new=new, loads=not new or run.left_copies)
         if ground.world.num_processes > 1:
             program = {"traced program": program_hash(trainer.train_step, trainer.state, ground.batch)}

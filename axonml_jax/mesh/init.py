@@ -2,7 +2,6 @@
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +27,15 @@ from axonml_jax.mesh.join import (
     split_address,
     use_route_to,
 )
-from axonml_jax.mesh.launchers import ALONE, LAUNCHERS, LaunchEnvironment, alone_asked, launch_environment, reserved
+from axonml_jax.mesh.launchers import (
+    ALONE,
+    LAUNCHERS,
+    LaunchEnvironment,
+    alone_asked,
+    launch_environment,
+    ray_context,
+    reserved,
+)
 from axonml_jax.mesh.simulate import keep_memory, pool_threads, requested_devices
 from axonml_jax.mesh.world import (
     DEFAULT_TIMEOUT,
@@ -159,7 +166,7 @@ def num_launched() -> int:
     """
     if jax.distributed.is_initialized():
         return joined_as()[1]
-    if not alone_asked(os.environ) and (context := _ray_context()) is not None:
+    if not alone_asked(os.environ) and (context := ray_context()) is not None:
         return context.get_world_size()
     launch = launch_environment(os.environ)
     return 1 if launch is None else launch.num_processes
@@ -171,7 +178,7 @@ def _launch(given: tuple[str | None, int | None, int | None], timeout: float) ->
         if jax.distributed.is_initialized():
             return None
         # What a worker of Ray inherits, such as the variables of the srun that has started Ray, is of another job.
-        if (context := _ray_context()) is not None:
+        if (context := ray_context()) is not None:
             return _ray_launch(context)
         simulated = only_cpu() and requested_devices() > 1
         if not simulated and not any(each.speaks(os.environ) for each in LAUNCHERS):
@@ -179,18 +186,6 @@ def _launch(given: tuple[str | None, int | None, int | None], timeout: float) ->
             if place is not None:
                 return LaunchEnvironment("tpu", *place)
     return describe_launch(os.environ, *given)
-
-
-def _ray_context() -> Any:
-    """The place of this process among a Ray Train run's workers; None in any other process. Ray is not imported for it."""
-    ray = sys.modules.get("ray")
-    if ray is None or "ray.train" not in sys.modules or not ray.is_initialized():
-        return None
-    try:
-        context = ray.train.get_context()
-        return context if isinstance(context.get_world_size(), int) else None
-    except (RuntimeError, AttributeError):  # a driver, or an actor or a task that is no worker of Ray Train
-        return None
 
 
 def _ray_launch(context: Any) -> LaunchEnvironment | None:
@@ -294,7 +289,7 @@ def _adopted(launch: LaunchEnvironment | None, num_processes: int | None, timeou
         name, _, local_rank = said.partition(" ")
         return LaunchEnvironment(name, "", count, process, int(local_rank) if local_rank else None)
     found = launch or LaunchEnvironment("jax.distributed.initialize", "", count, process)
-    if _ray_context() is None:  # Ray ends its workers itself
+    if ray_context() is None:  # Ray ends its workers itself
         leave_on_error()
         say_goodbye(client, process, count)
     client.key_value_set(f"{_HOSTS}{process}", socket.gethostname())

@@ -8,10 +8,12 @@ import itertools
 import json
 import re
 import socket
+import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from axonml_jax.mesh.join import host_port, outward_address
 
@@ -403,6 +405,18 @@ def reserved(environ: Variables) -> str:
         f"SLURM_NTASKS={tasks}: the job has reserved {tasks} tasks, but this process is no step of srun and runs alone; "
         f"start the program with srun to use them, or set {ALONE}=1 if one process is meant"
     )
+
+
+def ray_context() -> Any:
+    """The place of this process among a Ray Train run's workers; None in any other process. Ray is not imported for it."""
+    ray = sys.modules.get("ray")
+    if ray is None or "ray.train" not in sys.modules or not ray.is_initialized():
+        return None
+    try:
+        context = ray.train.get_context()
+        return context if isinstance(context.get_world_size(), int) else None
+    except (RuntimeError, AttributeError):  # a driver, or an actor or a task that is no worker of Ray Train
+        return None
 
 
 def alone_asked(environ: Variables) -> bool:
