@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 SMALL = [f"--model.{name}={size}" for name, size in {"hidden_size": 32, "num_heads": 2, "mlp_hidden_size": 64}.items()]
-SMALL += ["--data.max_bytes=200000", "--train.steps=8", "--train.eval_every=null", "--checkpoint.every=2"]
+SMALL += ["--data.max_bytes=2000000", "--train.steps=8", "--train.eval_every=null", "--checkpoint.every=2"]
 SMALL += ["--train.log_every=1", "--sample.count=0", "--optim.warmup_steps=0", "--checkpoint.keep=2"]
 
 
