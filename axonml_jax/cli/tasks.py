@@ -322,15 +322,15 @@ def _said(source: Any) -> str:
 # --------------------------------------------------------------------------------------------------
 
 
-def own_callbacks(described: Sequence[Mapping[str, Any]] | None) -> tuple[Callback, ...]:
-    """The callbacks that the key `callbacks` names.
+def own_callbacks(described: Sequence[Mapping[str, Any]] | None, more: Sequence[Callback] = ()) -> tuple[Callback, ...]:
+    """The callbacks that the key `callbacks` names, and more.
 
     Raises:
       ValueError, TypeError: for what cannot be made, or is none.
     """
     if strange := [each for each in described or () if not is_named(each)]:
         raise ValueError(f"callbacks: {strange[0]}: each must be a class_path and its init_args")
-    return checked([make(each, f"callbacks[{number}]") for number, each in enumerate(described or ())])
+    return checked([*(make(each, f"callbacks[{number}]") for number, each in enumerate(described or ())), *more])
 
 
 # --------------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def train(config: RunConfig, budget: Budget | None = None, more: Sequence[Callba
         partial(check_tokenizer, config),
         partial(check_optimizer, config),
     )
-    [callbacks, _] = all_or_refuse(partial(own_callbacks, config.callbacks), partial(check_own, config, ground))
+    [callbacks, _] = all_or_refuse(partial(own_callbacks, config.callbacks, more), partial(check_own, config, ground))
     text = ground.own or text
     all_or_refuse(partial(check_same, "configuration", _shared_settings(config, text), ground.world))
     folder = partial(require_folder, "output.dir", Path(config.output.dir))
@@ -175,7 +175,6 @@ def train(config: RunConfig, budget: Budget | None = None, more: Sequence[Callba
         said = _launched(ground.world), describe(config, ground), about(config, data), f"compiled   {in_words()}"
         step = ["step       as before the restart"] if unchanged(os.environ) else ["", *step_in_words(config, ground)]
         print0(*said, *step, "", sep="\n", flush=True)
-        callbacks = [*callbacks, *more]
         trainer = _trainer(config, ground, callbacks, new=new, loads=not new or run.left_copies)
         if ground.world.num_processes > 1:
             program = {"traced program": program_hash(trainer.train_step, trainer.state, ground.batch)}
