@@ -89,6 +89,10 @@ def _status(arguments: Sequence[str]) -> int:
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
+    if arguments[:1] == ["launch"] and "".join(arguments[1:2]).startswith("--write"):
+        from axonml_jax.cli.manifests import write_manifest
+
+        return write_manifest(arguments[1:])
     if arguments[:1] == ["launch"]:
         from axonml_jax.launch.launcher import launch
 

@@ -51,6 +51,7 @@ from axonml_jax.mesh.shape import MeshShape
 from axonml_jax.model.view import Functional, Variables, functionalize
 from axonml_jax.models.config import PRESETS, TransformerConfig, preset
 from axonml_jax.parallel.placement import Placement, bind_plan
+from axonml_jax.parallel.plan import Plan
 from axonml_jax.pipeline.pack import stage_assigner
 from axonml_jax.planner.hardware import SEARCHED, Assumptions, Hardware, SaveAssumptions, hardware
 from axonml_jax.planner.price import Timeline, price, timeline
@@ -317,19 +318,28 @@ def baseline(budget: Budget) -> dict[str, float]:
 
 def predicted(config: RunConfig, ground: RunSetup, kind: Hardware | None = None) -> Prediction:
     """The ledger's prediction of a run's step, on the mesh's devices or on others of a kind."""
+    platform = target_platform(ground.mesh) if kind is None else kind.platform
+    torus = Fabric.of(list(ground.mesh.devices.flat)).torus if kind is None else kind.torus
+    return predicted_on(config, ground.plan, dict(ground.mesh.shape), platform, torus)
+
+
+def predicted_on(
+    config: RunConfig, plan: Plan, degrees: dict[str, int], platform: str | None, torus: int
+) -> Prediction:
+    """The same of devices that need not be there."""
     flags = "--check, --max-memory, --hardware, --picture"
     model: Any = config.transformer_for(f"a prediction ({flags})")
     config.require_whole(f"a prediction ({flags})")
     return predict(
-        ground.plan,
+        plan,
         model,
-        dict(ground.mesh.shape),
+        degrees,
         global_batch=config.train.global_batch_size,
         length=config.data.length,
         moments=kept_values(config),
         documents=config.data.documents,
-        platform=target_platform(ground.mesh) if kind is None else kind.platform,
-        torus=Fabric.of(list(ground.mesh.devices.flat)).torus if kind is None else kind.torus,
+        platform=platform,
+        torus=torus,
     )
 
 

@@ -816,7 +816,7 @@ def lay_ground(config: RunConfig) -> RunSetup:
     except ValueError as error:
         raise ValueError(f"mesh: {error}") from error
     own = None if config.data.class_path is None else read_own(config.data, config.train.global_batch_size)
-    batch, plan = _of_tokens(config) if own is None else own.batch, config.build_plan()
+    batch, plan = batch_of_tokens(config) if own is None else own.batch, config.build_plan()
     ground = RunSetup(world, mesh, plan, batch, own)
     # In which order ranks hold positions a model of one's own decides, which is made later: see `check_own`.
     any_order = replace(plan, context=replace(config.context, order="contiguous").build())
@@ -854,7 +854,7 @@ def check_sizes(config: RunConfig, ground: RunSetup, plan: Plan) -> None:
         raise ValueError(f"train.global_batch_size={config.train.global_batch_size}{length}: {error}") from error
 
 
-def _of_tokens(config: RunConfig) -> PyTree:
+def batch_of_tokens(config: RunConfig) -> PyTree:
     """Shapes of a batch of text or documents."""
     rows = jax.ShapeDtypeStruct((config.train.global_batch_size, config.data.length), np.int32)
     of_documents = {"segment_ids": rows, "positions": rows} if config.data.documents else {}

@@ -51,6 +51,7 @@ def launch_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         usage="axonml-jax launch [flags] SCRIPT [arguments of the script]",
         description="Start the processes of a job on this machine, watch them, and stop all when one fails. Each finds its "
         "place in the environment; ax.init() reads it.",
+        epilog="axonml-jax launch --write KIND --help: what a cluster's engine is given to run a configuration.",
         allow_abbrev=False,
     )
 
@@ -129,6 +130,8 @@ def refuse_unknown_flags(argv: Sequence[str], parser: argparse.ArgumentParser) -
         if not word.startswith("-") or word == "--":
             return
         if (action := actions.get(name)) is None and not (word[:2] in actions and word[1] != "-"):
+            if name == "--write":
+                raise ConfigError("launch: --write comes first: axonml-jax launch --write KIND --nnodes N train CONFIG")
             if name in _NOT_NEEDED:
                 raise ConfigError(f"launch: {name} has no work here: {_NOT_NEEDED[name]}; leave it out")
             near = difflib.get_close_matches(name, [known for known in actions if "_" not in known], n=1)
