@@ -18,7 +18,7 @@ from axonml_jax.training.callbacks import Callback, TrainingEvent
 from axonml_jax.training.compile import as_floats
 
 if TYPE_CHECKING:
-    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer  # pyright: ignore[reportMissingImports]
 
 _KEPT_STEPS = 256
 
@@ -53,7 +53,7 @@ def trainer(
       a `DataParallelTrainer`, whose `fit()` returns Ray's `Result`.
     """
     ray_train = _ray_train()
-    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer  # pyright: ignore[reportMissingImports]
 
     resources = None if resources_per_worker is None else dict(resources_per_worker)
     return DataParallelTrainer(
@@ -101,7 +101,7 @@ def train(
         given = replace(given, checkpoint=replace(given.checkpoint, keep=None))
     settings = as_dict(replace(given, resume=given.resume or "auto"))
     sent = {"text": yaml.safe_dump(settings, sort_keys=False), "imports": list(allow_imports)}
-    return trainer(_run, num_workers, config=sent, **({"num_to_keep": kept} | options))
+    return trainer(_run, num_workers, config=sent, **{"num_to_keep": kept, **options})  # pyright: ignore[reportArgumentType]
 
 
 def folder(name: str = "checkpoints") -> str:
@@ -156,7 +156,7 @@ class RayReport(Callback):
         self._seen = {step: each for step, each in self._seen.items() if step > event.step}
         if "://" in str(event.path):  # Ray lists what is in its own storage alone
             return
-        from ray.train.v2.api.report_config import CheckpointUploadMode
+        from ray.train.v2.api.report_config import CheckpointUploadMode  # pyright: ignore[reportMissingImports]
 
         if event.is_main_process:
             self._require_listed()
@@ -242,14 +242,14 @@ def _refuse_other_keepers(config: RunConfig) -> None:
 
 def _num_to_keep() -> int | None:
     """How many checkpoints Ray keeps of this run."""
-    from ray.train.v2._internal.execution.context import get_train_context
+    from ray.train.v2._internal.execution.context import get_train_context  # pyright: ignore[reportMissingImports]
 
     return get_train_context().train_run_context.run_config.checkpoint_config.num_to_keep
 
 
 def _ray_train() -> Any:
     try:
-        import ray.train
+        import ray.train  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError("axonml_jax.ray needs Ray Train: pip install 'axonml-jax[ray]'") from error
     return ray.train

@@ -190,8 +190,8 @@ def _launch(given: tuple[str | None, int | None, int | None], timeout: float) ->
 
 def _ray_launch(context: Any) -> LaunchEnvironment | None:
     """The job of a Ray Train run: worker 0 tells the others where it listens. None of a single worker."""
-    import ray
-    from ray.train.collective import broadcast_from_rank_zero
+    import ray.util  # pyright: ignore[reportMissingImports]
+    from ray.train.collective import broadcast_from_rank_zero  # pyright: ignore[reportMissingImports]
 
     size, rank, address = context.get_world_size(), context.get_world_rank(), None
     if size == 1:
