@@ -89,7 +89,7 @@ def hold(case: dict[str, Any], reached: list[str]) -> None:
     parallel.trainer = trainer
     clip = options.get("max_grad_norm")
     got = equality._run_parallel(parallel, loss, spoiled, tx, clip)
-    if parallel._placement.buffer_axes is not None and not parallel._placement.own_axes:
+    if parallel._placement.axes.buffers is not None and not parallel._placement.axes.independent:
         import jax
 
         got["state"] = jax.tree.map(lambda x: x[0], got["state"])

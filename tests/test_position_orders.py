@@ -104,7 +104,7 @@ def test_keys_are_alike_or_own_along_positions_and_always_own_along_rows():
         plan = ax.Plan(axes={"seq": Ordered(keys=keys)})
         return ax.parallelize(Words(), plain_mesh_of({"data": 2, "seq": 2}), plan)._placement
 
-    assert (placement("own").key_axes, placement("alike").key_axes) == (("data", "seq"), ("data",))
+    assert (placement("own").axes.keys, placement("alike").axes.keys) == (("data", "seq"), ("data",))
     with pytest.raises(ValueError, match="keys='alike' goes with batch='positions'"):
         ax.Role(keys="alike")
 

@@ -50,7 +50,7 @@ from axonml_jax.mesh.axes import AXES
 from axonml_jax.mesh.shape import MeshShape
 from axonml_jax.model.view import Functional, Variables, functionalize
 from axonml_jax.models.config import PRESETS, TransformerConfig, preset
-from axonml_jax.parallel.placement import Placement, bind_plan
+from axonml_jax.parallel.placement import Placement, bind_plan, check_model
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.pipeline.pack import stage_assigner
 from axonml_jax.planner.hardware import SEARCHED, Assumptions, Hardware, SaveAssumptions, hardware
@@ -170,7 +170,7 @@ def check_own(config: RunConfig, ground: RunSetup) -> None:
     loss_of(config)
     if isinstance(config.model, OwnModel):
         view, shapes, placement = _placed(config, ground)
-        placement.check_model(view)
+        check_model(placement, view)
         check_sizes(config, ground, placement.plan)
         require_members(config.optim, shapes.params)
 

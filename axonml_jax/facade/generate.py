@@ -140,7 +140,7 @@ class _Extend:
         mode, words = forward_mode(placement, training=False), vocabulary(view.abstract_module)
 
         def extend(read: Variables, tokens: jax.Array, caches: Any, starts: Any):
-            with placement.inside(whole=placement.position_axes):
+            with placement.inside(whole=placement.axes.positions):
                 bound_model = view.bind(read, jax.random.key(0), mode)
                 logits, caches = models.extended(bound_model, tokens, caches, self.room, starts)
             axes = bound(VOCABULARY_AXES)
@@ -158,6 +158,6 @@ class _Extend:
             mesh=self.model.mesh,
             in_specs=(specs, rows, None if caches is None else held, None if starts is None else rows),
             out_specs=(rows, held),
-            axis_names=placement.manual_axes,
+            axis_names=placement.axes.manual,
             check_vma=False,
         )(variables, tokens, caches, starts)

@@ -23,7 +23,7 @@ from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.world import ProcessGroup, as_mesh
 from axonml_jax.model.loss import UNREAD
 from axonml_jax.model.view import Functional, Mode, Trainable, Variables, functionalize, named_variables
-from axonml_jax.parallel.placement import Placement, bind_plan
+from axonml_jax.parallel.placement import Placement, bind_plan, check_model
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.batch import refuse_tracing
 from axonml_jax.sharding.layout import Leaf, cast, copies, is_deleted, place, to_host
@@ -766,7 +766,7 @@ class ParallelModel(SavedModel):
         self._functional, self._placement, self._rest = view, placement, rest_of(placement)
         check_units(self._placement, self._functional)
         self._functional.state_joins()  # refused before anything is allocated
-        self._placement.check_model(self._functional)
+        check_model(self._placement, self._functional)
         self.variables: Variables = first_variables(self._functional, whole, self._rest, self.mesh)
         self._hollow = self.variables if self._functional.hollow else None
         # Of a model without values there is nothing to compare, and what is loaded into it is compared then.
@@ -793,7 +793,7 @@ class ParallelModel(SavedModel):
     @property
     def process_group(self) -> ProcessGroup:
         """The ranks among which the batch is split."""
-        return ProcessGroup(self.mesh, axes=self._placement.batch_axes)
+        return ProcessGroup(self.mesh, axes=self._placement.axes.batch)
 
     # Reading and writing the model
 

@@ -18,7 +18,7 @@ from axonml_jax.ledger.compiled import PositionTraffic, collectives_in_compiled,
 from axonml_jax.ledger.count import number
 from axonml_jax.mesh.axes import as_axes
 from axonml_jax.model.view import Functional
-from axonml_jax.parallel.placement import Placement
+from axonml_jax.parallel.placement import Placement, read_shape
 from axonml_jax.parallel.plan import CPUOffload
 from axonml_jax.sharding.layout import is_layout
 from axonml_jax.strategies.strategy import LeftToXLA, units
@@ -92,7 +92,7 @@ def over_budget(placement: Placement) -> Callable[[Any], None] | None:
 def traffic_along(placement: Placement, compiled: Any, axis: str) -> PositionTraffic:
     """What a compiled step sends along an axis that is left to the partitioner."""
     leaves = jax.tree.leaves((placement.params, placement.frozen), is_leaf=is_layout)
-    shapes = [placement.read_shape(layout) for layout in leaves]
+    shapes = [read_shape(placement, layout) for layout in leaves]
     sizes = {math.prod(shape) for shape in shapes} | {math.prod(shape[1:]) for shape in shapes if shape}
     return position_traffic(compiled, placement.degrees, axis, scope=SCOPE, parameters=sizes)
 
@@ -226,10 +226,10 @@ def _whole(placed: Sequence[Placed], moments: int) -> dict[str, int]:
 
 def _units(placement: Placement, model: Functional) -> dict[int, str]:
     """The unit of every parameter where units are gathered at their use; those outside are gathered together."""
-    if not placement.gathers_when_used:
+    if not placement.at_use:
         return {}
     names = [*named_leaves(placement.params), *named_leaves(placement.frozen)]
-    found = units(names, placement.by_unit.wrap, model.module_types())
+    found = units(names, placement.at_use.wrap, model.module_types())
     inside = {i: f"unit {path}" for path, unit in found.items() for i in unit}
     return {i: inside.get(i, "outside") for i in range(len(names))}
 

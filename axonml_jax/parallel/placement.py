@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from axonml_jax.base import PyTree, named_leaves, path_name
-from axonml_jax.collectives.gradients import Partial, assign_buckets, own_slice
-from axonml_jax.collectives.primitives import axis_index, gather_whole, joined_over
+from axonml_jax.collectives.gradients import Partial, assign_buckets
+from axonml_jax.collectives.primitives import axis_index, joined_over
 from axonml_jax.compat.order import after
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.mesh.axes import LAYER_AXES, STAGES, AxisNames, as_axes, flat_axes
@@ -23,7 +23,7 @@ from axonml_jax.model.loss import Precision, cast_floating
 from axonml_jax.model.view import Functional, Variables, merge
 from axonml_jax.parallel.plan import PARTITIONED, CPUOffload, Partition, Plan
 from axonml_jax.sharding.batch import BatchLayout
-from axonml_jax.sharding.layout import Layout, from_stored, is_layout, movable, to_device_memory, to_stored
+from axonml_jax.sharding.layout import Layout, is_layout, movable, to_device_memory
 from axonml_jax.strategies.replicate import Replicate
 from axonml_jax.strategies.strategy import (
     AbstractStrategy,
@@ -34,7 +34,6 @@ from axonml_jax.strategies.strategy import (
     Reducer,
     SplitsPositions,
     Stateful,
-    Wrap,
     feeds_back,
     gather_bucket,
     reducer_of,
@@ -195,7 +194,35 @@ def _check_feedback(plan: Plan, degrees: Mapping[str, int]) -> None:
 # --------------------------------------------------------------------------------------------------
 
 
-G = TypeVar("G", jax.Array, Partial)
+@dataclass(frozen=True)
+class Axes:
+    """Which axes of a mesh do what in a step of a plan, outermost first, as their strategies' roles say.
+
+    Attributes:
+      batch: they split the batch: its rows, or its positions.
+      positions: those of them that split positions, over more than one rank.
+      keys: those of them along which ranks draw with random keys of their own.
+      independent: along them every rank trains a model of its own (NO_SYNC, a round of DiLoCo).
+      synced: the batch axes whose ranks train one model: losses, statistics and gradients are summed over them.
+      rows: those of them that split rows.
+      buffers: along them ranks keep buffers of their own between steps, stacked along dim 0; None: buffers are equal.
+      layers: along them the model's layers split their parameters.
+      sharded: over them, of more than one rank, parameters rest sharded, to be gathered.
+      each_microbatch: over them gradients are summed after every microbatch.
+      manual: over them this library communicates; the others are left to XLA's partitioner.
+    """
+
+    batch: tuple[str, ...]
+    positions: tuple[str, ...]
+    keys: tuple[str, ...]
+    independent: tuple[str, ...]
+    synced: tuple[str, ...]
+    rows: tuple[str, ...]
+    buffers: tuple[str, ...] | None
+    layers: tuple[str, ...]
+    sharded: tuple[AxisNames, ...]
+    each_microbatch: tuple[AxisNames, ...]
+    manual: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -237,29 +264,28 @@ class Placement:
         layout = self.plan.batch_layout(self.degrees)
         return layout if self.splits_rows else replace(layout, rows=(), spread=())
 
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        """The mesh axes that split the batch: its rows, or its positions."""
-        return self.batch_layout.axes
-
-    @property
-    def position_axes(self) -> tuple[str, ...]:
-        """Those of them that split positions, over more than one rank."""
-        return tuple(
-            axis
-            for axis in self.batch_layout.axes
-            if axis in dict(self.batch_layout.positions) and self.degrees[axis] > 1
-        )
-
     @cached_property
-    def key_axes(self) -> tuple[str, ...]:
-        """Those along which ranks draw with random keys of their own."""
-        alike = (as_axes(axis) for axis, each in self.strategies.items() if each.role.keys == "alike")
-        return tuple(axis for axis in self.batch_axes if axis in self.batch_layout.rows or axis not in flat_axes(alike))
-
-    def key_number(self) -> int | jax.Array:
-        """This rank's number among those whose random keys differ, inside `shard_map`."""
-        return axis_index(self.key_axes) if self.key_axes else 0
+    def axes(self) -> "Axes":
+        """Which axes of the mesh do what in a step."""
+        layout, strategies = self.batch_layout, self.strategies
+        does = lambda role, what: tuple(axis for axis, each in strategies.items() if getattr(each.role, role) == what)
+        batch, own = layout.axes, flat_axes(does("reduces", "never"))
+        along = tuple(axis for axis in batch if axis in dict(layout.positions) and self.degrees[axis] > 1)
+        alike, together = flat_axes(does("keys", "alike")), tuple(axis for axis in batch if axis not in own)
+        local = self.plan.batch_stats == "local" and not self.plan.broadcast_buffers
+        return Axes(
+            batch=batch,
+            positions=along,
+            keys=tuple(axis for axis in batch if axis in layout.rows or axis not in alike),
+            independent=own,
+            synced=together,
+            rows=tuple(axis for axis in together if axis not in along),
+            buffers=batch if local else own or None,
+            layers=flat_axes(does("parameters", "layers")),
+            sharded=tuple(axis for axis in does("parameters", "sharded") if self.ranks(axis) > 1),
+            each_microbatch=does("reduces", "microbatch"),
+            manual=frozenset(self.degrees) - self.left,
+        )
 
     @contextmanager
     def inside(self, whole: Iterable[str] = ()) -> Iterator[None]:
@@ -269,7 +295,7 @@ class Placement:
           whole: axes along which it sees whole sequences all the same.
         """
         with ExitStack() as stack:
-            stack.enter_context(joined_over(self.joined_axes))
+            stack.enter_context(joined_over(self.axes.synced))
             if self.plan.kernels != "auto":
                 from axonml_jax.layers.fused import asking_for
 
@@ -281,46 +307,6 @@ class Placement:
                 stack.enter_context(seen_whole(axis))
             yield
 
-    def check_model(self, model: Functional) -> None:
-        """Refuse what a strategy cannot run (see `Decides.model_problems`)."""
-        named = self.plan.on(self.degrees).items()
-        there = [(axis, each) for axis, each in named if self.ranks(axis) > 1 or each.having(LocalRounds)]
-        deciding = [(axis, own) for axis, each in there if (own := each.having(Decides)) is not None]
-        if problems := [why for axis, own in deciding for why in own.model_problems(model, axis, self.degrees)]:
-            raise ValueError("; ".join(problems))
-
-    @property
-    def batch_degree(self) -> int:
-        """The number of batch shards."""
-        return self.batch_layout.degree
-
-    @cached_property
-    def own_axes(self) -> tuple[str, ...]:
-        """The mesh axes along which every rank trains a model of its own (NO_SYNC)."""
-        return flat_axes(axis for axis, each in self.strategies.items() if each.role.reduces == "never")
-
-    @cached_property
-    def joined_axes(self) -> tuple[str, ...]:
-        """The batch axes whose ranks train one model: losses, statistics and gradients are joined over them."""
-        return tuple(axis for axis in self.batch_axes if axis not in self.own_axes)
-
-    @property
-    def joined_rows(self) -> int:
-        """Into how many parts the rows of one model are split."""
-        return self.ranks(axis for axis in self.joined_axes if axis not in self.position_axes)
-
-    @cached_property
-    def buffer_axes(self) -> tuple[str, ...] | None:
-        """The axes along which ranks keep buffers of their own between steps, stacked along dim 0; None: buffers are equal."""
-        if self.plan.batch_stats == "local" and not self.plan.broadcast_buffers:
-            return self.batch_axes
-        return self.own_axes or None
-
-    @cached_property
-    def layer_axes(self) -> tuple[str, ...]:
-        """The mesh axes along which the model's layers split their parameters."""
-        return flat_axes(axis for axis, each in self.strategies.items() if each.role.parameters == "layers")
-
     def ranks(self, axis: AxisNames | Iterable[str]) -> int:
         """The number of ranks of an axis, or of several together."""
         return math.prod(self.degrees[name] for name in ((axis,) if isinstance(axis, str) else axis))
@@ -330,50 +316,18 @@ class Placement:
         """The placement by which arrays are created, and returned by a step."""
         return self.at_rest or self
 
-    @property
-    def manual_axes(self) -> frozenset[str]:
-        """The mesh axes over which this library communicates."""
-        return frozenset(self.degrees) - self.left
-
-    @property
-    def axes(self) -> tuple[AxisNames, ...]:
-        """The mesh axes over which gradients are synchronized."""
-        return tuple(self.strategies)
-
     @cached_property
     def reducer(self) -> Reducer:
         """Whose buckets and overlap count (see `Plan.reducer`)."""
         return reducer_of(self.plan.reducer(self.degrees))
 
     @property
-    def inner_axes(self) -> tuple[AxisNames, ...]:
-        """Those over which they are synchronized after every microbatch."""
-        return tuple(axis for axis, each in self.strategies.items() if each.role.reduces == "microbatch")
-
-    @cached_property
-    def sharded_axes(self) -> tuple[AxisNames, ...]:
-        """Those over which parameters rest sharded, to be gathered."""
-        sharded = (axis for axis, each in self.strategies.items() if each.role.parameters == "sharded")
-        return tuple(axis for axis in sharded if self.ranks(axis) > 1)
-
-    @property
-    def gathers_when_used(self) -> bool:
-        """Whether parameters are read unit by unit, forward and backward."""
-        return self.stages is None and bool(self._at_use)
-
-    @property
-    def by_unit(self) -> AbstractStrategy:
-        """The strategy that does."""
-        return self._at_use[0]
-
-    @property
-    def wrap(self) -> Wrap:
-        """Which parts of the model are units: as the first strategy says that says it."""
-        return next((each.wrap for each in self.strategies.values() if each.wrap is not None), None)
-
-    @property
-    def _at_use(self) -> list[AbstractStrategy]:
-        return [each for axis, each in self.strategies.items() if each.role.reads == "use" and self.ranks(axis) > 1]
+    def at_use(self) -> AbstractStrategy | None:
+        """The strategy by which parameters are read unit by unit, forward and backward; None: they are not."""
+        if self.stages is not None:
+            return None
+        axes = self.strategies.items()
+        return next((each for axis, each in axes if each.role.reads == "use" and self.ranks(axis) > 1), None)
 
     def read(self, shards: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
         """What the model reads in the place of resting shards: cast first, then gathered."""
@@ -384,32 +338,6 @@ class Placement:
                 values = gather_bucket(strategy, values, layouts, axis)
         return values
 
-    def read_tree(self, shards: PyTree, layouts: PyTree) -> PyTree:
-        """`read` for a whole tree."""
-        leaves, treedef = jax.tree.flatten(shards)
-        return treedef.unflatten(self.read(leaves, jax.tree.leaves(layouts, is_leaf=is_layout)))
-
-    def read_shape(self, layout: Layout) -> tuple[int, ...]:
-        """The shape that the model reads on one rank: whole but for what its own layers split."""
-        counts = [
-            math.prod(self.degrees[a] for a in layout.axes_of(d) if a in self.layer_axes)
-            for d in range(len(layout.shape))
-        ]
-        return tuple(-(-size // count) for size, count in zip(layout.shape, counts, strict=True))
-
-    def read_shapes(self, state: PyTree) -> Variables:
-        """The shapes of a model's variables as it reads them."""
-
-        def shape(layout: Layout) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(self.read_shape(layout), self.plan.precision.read_dtype(layout.dtype))
-
-        read = lambda tree: jax.tree.map(shape, tree, is_leaf=is_layout)
-        return Variables(read(self.params), read(self.frozen), state)
-
-    def to_accumulate(self, grad: G, layout: Layout) -> G:
-        """A gradient in the dtype in which it accumulates."""
-        return grad.astype(self.plan.precision.accumulate_dtype(layout.dtype))
-
     def reduced(self, grads: Sequence[Partial], layouts: Sequence[Layout], axis: AxisNames) -> list[Partial]:
         """Gradients summed over one axis, as its strategy says, in the reduce dtype where they travel."""
         precision = self.plan.precision
@@ -417,10 +345,6 @@ class Placement:
         values = [grad.value.astype(to(layout.dtype)) for grad, layout in zip(grads, layouts, strict=True)]
         totals = sync_bucket(self.strategies[axis], values, layouts, axis)
         return [grad.summed(axis, total) for grad, total in zip(grads, totals, strict=True)]
-
-    def wire_itemsize(self, layout: Layout) -> int:
-        """Bytes per element of a parameter's gradient as the replicated axes reduce it."""
-        return self.reducer.wire_dtype(self.plan.precision.reduce_dtype(layout.dtype)).itemsize
 
     def sync(
         self,
@@ -438,28 +362,28 @@ class Placement:
           layouts: theirs.
           bucket: only names the bucket in the program, so that the ledger can tell it from its neighbours.
           axes: synchronize over these only; None: all.
-          accumulated: gradients synchronized over `inner_axes` already; they join before the rest.
+          accumulated: gradients synchronized over `axes.each_microbatch` already; they join before the rest.
         """
         values = list(grads)
         # From the innermost axis outwards, but what is scattered first: sums of shards send less than those of whole gradients.
         outwards = [axis for axis in list(self.strategies)[::-1] if axes is None or axis in axes]
-        outwards.sort(key=lambda axis: axis not in self.sharded_axes)
-        inner = [axis for axis in outwards if axis in self.inner_axes]
+        outwards.sort(key=lambda axis: axis not in self.axes.sharded)
+        inner = [axis for axis in outwards if axis in self.axes.each_microbatch]
         with jax.named_scope("axonml.gradients"), jax.named_scope(f"bucket{bucket}"):
             for axis in inner:
                 values = self.reduced(values, layouts, axis)
             if accumulated is not None:
-                values = list(map(self.to_accumulate, values, layouts))
+                values = [accumulating(self, value, layout) for value, layout in zip(values, layouts, strict=True)]
                 values = [value + more for value, more in zip(values, accumulated, strict=True)]
             for axis in outwards:
                 if axis not in inner:
                     values = self.reduced(values, layouts, axis)
-        return list(map(self.to_accumulate, values, layouts))
+        return [accumulating(self, value, layout) for value, layout in zip(values, layouts, strict=True)]
 
     def sync_buckets(self, grads: Sequence[Partial], layouts: Sequence[Layout], axes=None) -> list[Partial]:
         """`sync` of all leaves after a backward pass: buckets fill from the last leaf to the first, as they get ready."""
         order = list(range(len(grads)))[::-1]
-        sizes = [layouts[i].size * self.wire_itemsize(layouts[i]) for i in order]
+        sizes = [layouts[i].size * wire_itemsize(self, layouts[i]) for i in order]
         synced: dict[int, Partial] = {}
         for positions in assign_buckets(sizes, self.reducer.bucket_bytes):
             bucket = [order[k] for k in positions]
@@ -467,18 +391,61 @@ class Placement:
             synced |= zip(bucket, self.sync(own, theirs, min(bucket), axes=axes), strict=True)
         return [synced[i] for i in range(len(grads))]
 
-    def gather_stored(self, shard: jax.Array, layout: Layout) -> jax.Array:
-        """The whole array of a resting shard, uncast and the same on every rank."""
-        for axis in reversed(layout.axes):
-            shard = gather_whole(shard, axis, layout.dim_of(axis) or 0, invarying=True)
-        return from_stored(shard, layout)
 
-    def own_part(self, whole: jax.Array, layout: Layout) -> jax.Array:
-        """This rank's resting shard of a whole array. The inverse of `gather_stored`."""
-        part = to_stored(whole, layout)
-        for axis in layout.axes:
-            part = own_slice(part, axis, layout.dim_of(axis) or 0)
-        return part
+# --------------------------------------------------------------------------------------------------
+# What only some ask of a placement.
+# --------------------------------------------------------------------------------------------------
+
+G = TypeVar("G", jax.Array, Partial)
+
+
+def check_model(placement: Placement, model: Functional) -> None:
+    """Refuse what a strategy cannot run (see `Decides.model_problems`)."""
+    named = placement.plan.on(placement.degrees).items()
+    there = [(axis, each) for axis, each in named if placement.ranks(axis) > 1 or each.having(LocalRounds)]
+    deciding = [(axis, own) for axis, each in there if (own := each.having(Decides)) is not None]
+    if problems := [why for axis, own in deciding for why in own.model_problems(model, axis, placement.degrees)]:
+        raise ValueError("; ".join(problems))
+
+
+def read_tree(placement: Placement, shards: PyTree, layouts: PyTree) -> PyTree:
+    """`Placement.read` of a whole tree."""
+    leaves, treedef = jax.tree.flatten(shards)
+    return treedef.unflatten(placement.read(leaves, jax.tree.leaves(layouts, is_leaf=is_layout)))
+
+
+def read_shape(placement: Placement, layout: Layout) -> tuple[int, ...]:
+    """The shape that the model reads on one rank: whole but for what its own layers split."""
+    counts = [
+        math.prod(placement.degrees[axis] for axis in layout.axes_of(dim) if axis in placement.axes.layers)
+        for dim in range(len(layout.shape))
+    ]
+    return tuple(-(-size // count) for size, count in zip(layout.shape, counts, strict=True))
+
+
+def read_shapes(placement: Placement, state: PyTree) -> Variables:
+    """The shapes of a model's variables as it reads them."""
+
+    def shape(layout: Layout) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(read_shape(placement, layout), placement.plan.precision.read_dtype(layout.dtype))
+
+    read = lambda tree: jax.tree.map(shape, tree, is_leaf=is_layout)
+    return Variables(read(placement.params), read(placement.frozen), state)
+
+
+def key_number(placement: Placement) -> int | jax.Array:
+    """This rank's number among those whose random keys differ, inside `shard_map`."""
+    return axis_index(placement.axes.keys) if placement.axes.keys else 0
+
+
+def accumulating(placement: Placement, grad: G, layout: Layout) -> G:
+    """A gradient in the dtype in which it accumulates."""
+    return grad.astype(placement.plan.precision.accumulate_dtype(layout.dtype))
+
+
+def wire_itemsize(placement: Placement, layout: Layout) -> int:
+    """Bytes per element of a parameter's gradient as the replicated axes reduce it."""
+    return placement.reducer.wire_dtype(placement.plan.precision.reduce_dtype(layout.dtype)).itemsize
 
 
 # --------------------------------------------------------------------------------------------------
@@ -491,7 +458,7 @@ class Placement:
 
 def lacking(placement: Placement, reduced: Collection[AxisNames] | None) -> frozenset[AxisNames]:
     """The axes over which gradients are still to be summed that are so over these (None: all)."""
-    return frozenset() if reduced is None else frozenset(axis for axis in placement.axes if axis not in reduced)
+    return frozenset() if reduced is None else frozenset(axis for axis in placement.strategies if axis not in reduced)
 
 
 def parts_of(
@@ -525,7 +492,7 @@ def reading(
         own = strategy.having(LeftToXLA)
         if own is not None and placement.left.intersection(as_axes(axis)) and placement.ranks(axis) > 1:
             fun = own.rewritten(fun, axis, placement.plan.check_vma)
-    if placement.ranks(placement.layer_axes) > 1:
+    if placement.ranks(placement.axes.layers) > 1:
         from axonml_jax.layers.whole import reading_whole
 
         fun = partial(reading_whole, fun, model)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from axonml_jax.compat.order import Saved, SaveWhere, require_policies, together
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.mesh.axes import AxisNames
 from axonml_jax.model.view import Functional
-from axonml_jax.parallel.placement import Placement, lacking, load, moment, parts_of
+from axonml_jax.parallel.placement import Placement, accumulating, lacking, load, moment, parts_of, wire_itemsize
 from axonml_jax.parallel.plan import Remat
 from axonml_jax.program.cut import (
     PRODUCT_PARTS,
@@ -87,7 +88,7 @@ def overlapped(
         return loss(treedef.unflatten(read), *args)
 
     def group(indices: Sequence[int], values: Sequence) -> list[list[int]]:
-        sizes = [value.size * placement.wire_itemsize(layouts[i]) for i, value in zip(indices, values, strict=True)]
+        sizes = [value.size * wire_itemsize(placement, layouts[i]) for i, value in zip(indices, values, strict=True)]
         return assign_buckets(sizes, placement.reducer.bucket_bytes)
 
     def hook(indices: Sequence[int], carriers: Sequence[jax.Array], extras: Sequence) -> Sequence[jax.Array]:
@@ -131,9 +132,9 @@ def _bucket(
     def backward(accumulated, grads):
         more, left = None, None
         if any(each is not None for each in accumulated):
-            more = parts_of(placement, accumulated, placement.inner_axes)
+            more = parts_of(placement, accumulated, placement.axes.each_microbatch)
         if feedback is not None:
-            wholes = map(placement.to_accumulate, grads, layouts)
+            wholes = map(partial(accumulating, placement), grads, layouts)
             left = tuple(feedback.left_out([a + b for a, b in zip(wholes, accumulated, strict=True)], layouts))
         synced = placement.sync(parts_of(placement, grads), layouts, name, axes=axes, accumulated=more)
         return [grad.taken(lacking(placement, axes)) for grad in synced], None, left
@@ -720,8 +721,8 @@ def check_units(placement: Placement, model: Functional) -> None:
     Raises:
       ValueError: naming the modules there are.
     """
-    if placement.gathers_when_used:
-        wrap, types = placement.by_unit.wrap, model.module_types()
+    if placement.at_use:
+        wrap, types = placement.at_use.wrap, model.module_types()
         known = types or not (isinstance(wrap, tuple) and any(isinstance(rule, type) for rule in wrap))
         if known:
             units([*named_leaves(placement.params), *named_leaves(placement.frozen)], wrap, types)
@@ -732,7 +733,7 @@ class _Run:
 
     def __init__(self, placement: Placement, shards: list, layouts: list[Layout], trained: int, cut: Cut, args: list):
         self.placement, self.shards, self.layouts, self.trained, self.cut = placement, shards, layouts, trained, cut
-        self.prefetch = placement.by_unit.prefetch
+        self.prefetch = placement.at_use.prefetch
         self.inputs = dict(cut.program.constants) | dict(zip(cut.program.inputs[len(shards) :], args, strict=True))
         self.parts = [part_of(segment, cut) for segment in cut.segments]
         self.slices = Slices(self._read_slices, self._sync_slices, self.prefetch)
@@ -752,7 +753,7 @@ class _Run:
             )
 
         def groups() -> list[list[int]]:
-            return list(units(names, placement.by_unit.wrap, replayed.model.module_types()).values())
+            return list(units(names, placement.at_use.wrap, replayed.model.module_types()).values())
 
         sliceable = [i for i, layout in enumerate(layouts) if layout.shape and layout.parts[0] == 1]
         read = placement.read(shards, layouts)  # for its shapes and types; nothing depends on the values
@@ -850,7 +851,7 @@ class _Run:
 
     def _sync_slices(self, weights: Sequence[int], grads: Sequence[Any]) -> list[Any]:
         layouts = [self.layouts[w].sliced(len(self.layouts[w].stored) - 1) for w in weights]
-        inner, first = self.placement.inner_axes, min(weights, default=0)
+        inner, first = self.placement.axes.each_microbatch, min(weights, default=0)
         return self.placement.sync(parts_of(self.placement, grads), layouts, first, axes=inner)
 
     def _sliced(self, weights: Sequence[int], shards: Sequence[Any]) -> list[Layout]:
@@ -870,8 +871,10 @@ class _Run:
         self, shards: dict[int, Partial], axes: Collection[AxisNames] | None, accumulated: Any
     ) -> dict[int, Partial]:
         """What is left to do for gradients that a loop has synchronized over the inner axes."""
-        wanted = self.placement.axes if axes is None else axes
-        return self._sync(shards, [axis for axis in wanted if axis not in self.placement.inner_axes], accumulated)
+        wanted = tuple(self.placement.strategies) if axes is None else axes
+        return self._sync(
+            shards, [axis for axis in wanted if axis not in self.placement.axes.each_microbatch], accumulated
+        )
 
     def _no_gradient(self, weight: int) -> jax.Array:
         layout = self.layouts[weight]
@@ -893,7 +896,7 @@ class _Run:
         arrays = [i for i, x in enumerate(leaves) if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)]
         # jax 0.10 types all results of a barrier as varying over what any operand varies over. Along batch axes that is what
         # gathered weights are anyway; what varies over other axes gets a barrier of its own.
-        apart = lambda x: varying_axes(x) - set(self.placement.batch_axes)
+        apart = lambda x: varying_axes(x) - set(self.placement.axes.batch)
         arrays = [i for i in arrays if not apart(leaves[i])]
         widest = frozenset().union(*(varying_axes(leaves[i]) for i in arrays))
         arrays = [i for i in arrays if varying_axes(leaves[i]) == widest]

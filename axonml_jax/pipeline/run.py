@@ -20,7 +20,7 @@ from axonml_jax.compat.versions import BRANCHES_WRITE_IN_PLACE
 from axonml_jax.mesh.axes import AxisNames, as_axes
 from axonml_jax.model.loss import cast_floating
 from axonml_jax.model.view import Variables
-from axonml_jax.parallel.placement import Placement, lacking, parts_of
+from axonml_jax.parallel.placement import Placement, lacking, parts_of, read_shape
 from axonml_jax.parallel.plan import Remat
 from axonml_jax.parallel.units import Transform, transform_of
 from axonml_jax.pipeline.cut import (
@@ -451,7 +451,7 @@ class Running:
             return grads
         layouts = [Layout.whole(jax.ShapeDtypeStruct(buffer.shape, group.dtype)) for group, buffer in grads.items()]
         with jax.named_scope("axonml.gradients"):
-            inner = [axis for axis in self.placement.axes if axis != self._outermost]
+            inner = [axis for axis in self.placement.strategies if axis != self._outermost]
             parts = parts_of(self.placement, grads.values(), inner)
             synced = [grad.taken() for grad in self.placement.reduced(parts, layouts, self._outermost)]
         return self._accumulated(dict(zip(grads, synced, strict=True)))
@@ -459,7 +459,7 @@ class Running:
     @cached_property
     def _outermost(self) -> AxisNames | None:
         """The outermost axis, where it holds parameters whole: over it a rank's buffers are reduced as they are."""
-        axis = next(iter(self.placement.axes), None)
+        axis = next(iter(self.placement.strategies), None)
         whole = axis is not None and self.placement.strategies[axis].role.parameters == "whole"
         return axis if whole else None
 
@@ -497,8 +497,8 @@ class Running:
         layout, frozen = self.staging.layouts[leaf], leaf >= len(self.staging.params.layouts)
         if self.in_ticks:
             return Stored(layout.shard, layout.dtype, layout.axes, frozen, shared)
-        axes = tuple(axis for axis in layout.axes if axis in self.placement.layer_axes)
-        return Stored(self.placement.read_shape(layout), self._read_dtype(leaf), axes, frozen, shared)
+        axes = tuple(axis for axis in layout.axes if axis in self.placement.axes.layers)
+        return Stored(read_shape(self.placement, layout), self._read_dtype(leaf), axes, frozen, shared)
 
     def _read_dtype(self, leaf: int) -> Any:
         layout = self.staging.layouts[leaf]
@@ -506,7 +506,7 @@ class Running:
         return cast_floating(jnp.zeros((), layout.dtype), compute).dtype
 
     def _varied(self, buffers: Buffers) -> Buffers:
-        axes = (AXIS, *self.placement.batch_axes)
+        axes = (AXIS, *self.placement.axes.batch)
         return {group: vary(buffer, (*axes, *group.axes)) for group, buffer in buffers.items()}
 
 
@@ -1398,7 +1398,7 @@ class _PiecesRun:
         assert placement.stages is not None
         self.fun, self.placement, self.staging, self.variables = fun, placement, placement.stages, variables
         self.keys, (self.batch, self.batch_tree) = keys, jax.tree.flatten(batch)
-        wide = (AXIS, *placement.batch_axes)
+        wide = (AXIS, *placement.axes.batch)
         shapes = {name: x.shape[1:] for name, x in named_leaves(batch).items()}
         self.positions = PositionParts.of(placement.batch_layout, shapes)
         self.batch = [vary(x, wide) for x in self.batch]
@@ -1434,7 +1434,7 @@ class _PiecesRun:
     def _cut(self, states: list[jax.Array]) -> tuple[Pieces, list[jax.Array]]:
         """The pieces; states are typed as varying over what they vary over after a microbatch."""
         names = list(named_leaves(self.variables.state))
-        given = [x[0] for x in (*self.batch, vary(self.keys, (AXIS, *self.placement.batch_axes)))]
+        given = [x[0] for x in (*self.batch, vary(self.keys, (AXIS, *self.placement.axes.batch)))]
         for _ in range(len(states) + 1):
             pieces = cut_pieces(
                 self._flat,
@@ -1467,10 +1467,10 @@ class _PiecesRun:
         placement, found = self.placement, []
         for layout in self.staging.layouts:
             whole = cast_floating(
-                jnp.zeros(placement.read_shape(layout), layout.dtype), placement.plan.precision.compute
+                jnp.zeros(read_shape(placement, layout), layout.dtype), placement.plan.precision.compute
             )
-            split = [axis for axis in layout.axes if axis in placement.layer_axes]
-            found.append(vary(whole, (AXIS, *placement.batch_axes, *split)))
+            split = [axis for axis in layout.axes if axis in placement.axes.layers]
+            found.append(vary(whole, (AXIS, *placement.axes.batch, *split)))
         return found
 
     def _stage(self, number: int) -> Callable:

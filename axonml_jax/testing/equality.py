@@ -313,7 +313,7 @@ def assert_equals_single_device(
         check_batch(parallel._placement.batch_layout, each, plan.microbatches)
     wanted = _run_oracle(parallel, view, variables, loss_fn, batches, tx, max_grad_norm, seed)
     got = _run_parallel(parallel, loss_fn, batches, tx, max_grad_norm)
-    if parallel._placement.buffer_axes is not None and not parallel._placement.own_axes:
+    if parallel._placement.axes.buffers is not None and not parallel._placement.axes.independent:
         got["state"] = jax.tree.map(lambda x: x[0], got["state"])
     low = is_low(parallel._placement)
     for what in wanted:
@@ -331,22 +331,23 @@ def _run_oracle(
     seed: int,
 ) -> dict[str, Any]:
     plan, placement = parallel.plan, parallel._placement
-    degree = placement.joined_rows
+    degree = placement.ranks(placement.axes.rows)
     key, options = jax.random.key(seed), {"precision": plan.precision, "max_grad_norm": max_grad_norm}
-    joined = plan.batch_stats == "global" and (degree > 1 or not placement.own_axes)
+    joined = plan.batch_stats == "global" and (degree > 1 or not placement.axes.independent)
     alone = plan.microbatches == 1 or not (jax.tree.leaves(view.shapes.state) or view.declares(JOINS))
     whole = whole_batch(placement, loss_fn) is not None and alone
     parts = OracleParts(degree, plan.microbatches, "joined" if joined else "first", whole)
     if whole and plan.draws == "rows" and (joined or not jax.tree.leaves(view.shapes.state)):
         parts = OracleParts(1, whole=True)  # nothing depends on parts
     oracle = Oracle(view, loss_fn, tx, parts, **options)
-    if not placement.own_axes:
+    if not placement.axes.independent:
         return _as_tree(oracle.run(variables, batches, key))
-    models = placement.ranks(placement.own_axes)
-    if placement.batch_axes[: len(placement.own_axes)] != placement.own_axes:
+    models = placement.ranks(placement.axes.independent)
+    own = placement.axes.independent
+    if placement.axes.batch[: len(own)] != own:
         raise ValueError(
-            f"the oracle of independent ranks takes rows side by side, but {placement.own_axes} are not the outermost of "
-            f"the batch axes {placement.batch_axes}"
+            f"the oracle of independent ranks takes rows side by side, but {own} are not the outermost of "
+            f"the batch axes {placement.axes.batch}"
         )
     rows = [[_rows_of(b, model, models) for b in batches] for model in range(models)]
     runs = [_as_tree(oracle.run(variables, b, key, model * degree)) for model, b in enumerate(rows)]

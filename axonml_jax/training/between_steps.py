@@ -175,11 +175,11 @@ class LeftOut(Kept):
 
     def leave(self, value: PyTree) -> PyTree:
         """The inverse."""
-        return stacked(value, self.placement.batch_axes)
+        return stacked(value, self.placement.axes.batch)
 
     def leaves(self, value: PyTree) -> dict[str, Leaf]:
         """By their parameters' names."""
-        entries = f"one entry for each of {self.placement.batch_degree} ranks"
+        entries = f"one entry for each of {self.placement.batch_layout.degree} ranks"
         return {LEFT_OUT + name: Leaf(array, entries=entries) for name, array in named_leaves(value).items()}
 
     def filled(self, like: PyTree, arrays: Mapping[str, Any]) -> PyTree:
@@ -190,6 +190,6 @@ class LeftOut(Kept):
         return treedef.unflatten([zeros(leaf) if own is None else own for leaf, own in zip(leaves, found, strict=True)])
 
     def _zeros(self) -> PyTree:
-        kind, ranks = self.placement.plan.precision.accumulate_dtype, self.placement.batch_degree
+        kind, ranks = self.placement.plan.precision.accumulate_dtype, self.placement.batch_layout.degree
         zeros = lambda layout: jnp.zeros((ranks, *layout.shape), kind(layout.dtype))
         return jax.tree.map(zeros, self.placement.params, is_leaf=is_layout)

@@ -60,7 +60,7 @@ def compiler_options(placement: Placement, mesh: Mesh) -> dict[str, str] | None:
         size = sum(math.prod(layout.shape) for layout in jax.tree.leaves(placement.params, is_leaf=is_layout))
         few = size < _TRIED_FROM or placement.plan.precision.products is not None
         return {_TRITON_PRODUCTS: "False"} if few and _TRITON_PRODUCTS not in os.environ.get("XLA_FLAGS", "") else None
-    return CPU_BARRIER_OPTIONS if is_on_cpu(mesh) and placement.gathers_when_used else None
+    return CPU_BARRIER_OPTIONS if is_on_cpu(mesh) and placement.at_use else None
 
 
 class Compiled:

@@ -211,7 +211,7 @@ def rest_of(placement: Placement) -> Rest:
 
         return Staged(placement)
     if placement.at_rest is not None:
-        return PartitionedStacked(placement) if placement.own_axes else Partitioned(placement)
+        return PartitionedStacked(placement) if placement.axes.independent else Partitioned(placement)
     if placement.agreed is not None:
         return InRounds(placement)
-    return Stacked(placement) if placement.own_axes else Plain(placement)
+    return Stacked(placement) if placement.axes.independent else Plain(placement)

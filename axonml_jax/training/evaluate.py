@@ -22,7 +22,7 @@ from axonml_jax.mesh.axes import as_axes
 from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.model.loss import per_weight, weighted_names
 from axonml_jax.model.view import Functional, Mode, Variables
-from axonml_jax.parallel.placement import Placement, parts_of, reading
+from axonml_jax.parallel.placement import Placement, key_number, parts_of, reading
 from axonml_jax.program.program import read_program
 from axonml_jax.program.values import SAME, differing
 from axonml_jax.sharding.batch import BatchLayout, check_batch, filled_up, number_of_rows, rows_of
@@ -88,7 +88,7 @@ class Differentiate:
             mesh=self.mesh,
             in_specs=(specs, PartitionSpec(), placement.batch_layout.specs(batch)),
             out_specs=(means, means, grads, specs.state),
-            axis_names=placement.manual_axes,
+            axis_names=placement.axes.manual,
             check_vma=placement.plan.check_vma,
         )(variables, key, batch)
 
@@ -100,7 +100,7 @@ class Differentiate:
         state = rest.leave(Variables(variables.params, variables.frozen, state)).state
         grads = to_host_memory(result.grads, placement.plan.offload.gradients)
         own = (result.loss, result.metrics, grads)
-        return (*(rest.kept(own) if self.sync else stacked(own, placement.batch_axes)), state)
+        return (*(rest.kept(own) if self.sync else stacked(own, placement.axes.batch)), state)
 
 
 def _refuse_unstackable(placement: Placement) -> None:
@@ -109,9 +109,9 @@ def _refuse_unstackable(placement: Placement) -> None:
             "no_sync() gives every rank's own whole gradients, but along a pipeline ranks share one model: accumulate inside "
             "the step instead (accumulate=, or more microbatches)"
         )
-    if placement.position_axes:
+    if placement.axes.positions:
         raise ValueError(
-            f"no_sync() gives the gradients of every rank's own loss, but along {', '.join(placement.position_axes)} ranks "
+            f"no_sync() gives the gradients of every rank's own loss, but along {', '.join(placement.axes.positions)} ranks "
             "have parts of the same sequences, whose losses are one: accumulate inside the step instead (accumulate=)"
         )
     each_ranks_specs(placement)
@@ -133,7 +133,7 @@ class SyncStacked:
         Raises:
           ValueError: listing every leaf that is missing, unexpected, or not stacked by rank.
         """
-        layouts, degree = self.placement.params, self.placement.batch_degree
+        layouts, degree = self.placement.params, self.placement.batch_layout.degree
         wanted = {
             path_name(path): (degree, *layout.shape)
             for path, layout in jax.tree_util.tree_leaves_with_path(layouts, is_leaf=is_layout)
@@ -155,16 +155,16 @@ class SyncStacked:
 
 def _sync_program(placement: Placement, mesh: Mesh) -> Any:
     syncing = replace(placement, plan=placement.plan.reducing())
-    if syncing.own_axes:
+    if own := syncing.axes.independent:
         raise ValueError(
-            f"along {', '.join(syncing.own_axes)} the plan's strategies never reduce gradients, and their `reducing()` gives "
+            f"along {', '.join(own)} the plan's strategies never reduce gradients, and their `reducing()` gives "
             "none that does: sync_gradients has nothing to join them by"
         )
     layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
 
     def local(grads):
         leaves, treedef = jax.tree.flatten(grads)
-        means = [leaf[0] / placement.batch_degree for leaf in leaves]
+        means = [leaf[0] / placement.batch_layout.degree for leaf in leaves]
         synced = syncing.sync_buckets(parts_of(syncing, means), layouts)
         return rest.kept(treedef.unflatten([grad.taken() for grad in synced]))
 
@@ -176,7 +176,7 @@ def _sync_program(placement: Placement, mesh: Mesh) -> Any:
             mesh=mesh,
             in_specs=(given,),
             out_specs=specs,
-            axis_names=placement.manual_axes,
+            axis_names=placement.axes.manual,
             check_vma=placement.plan.check_vma,
         )
     )
@@ -192,7 +192,7 @@ def hooks_program(model: Functional, placement: Placement, mesh: Mesh) -> Callab
 
     def run(state: PyTree) -> PyTree:
         specs = rest_of(placement).buffer_specs(state)
-        manual = placement.manual_axes
+        manual = placement.axes.manual
         return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=specs, axis_names=manual)(state)
 
     return jax.jit(run)
@@ -206,15 +206,15 @@ def equalize(variables: Variables, placement: Placement, mesh: Mesh) -> Variable
     resting = replace(specs, state=state)
 
     def first(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        split = {axis for entry in spec for axis in as_axes(entry or ())} - set(placement.own_axes)
-        axes = tuple(axis for axis in placement.batch_axes if axis not in split)
+        split = {axis for entry in spec for axis in as_axes(entry or ())} - set(placement.axes.independent)
+        axes = tuple(axis for axis in placement.axes.batch if axis not in split)
         return first_ranks(x, axes) if axes else x
 
     def local(variables: Variables) -> Variables:
         own = to_device_memory(rest.enter(variables), placement.plan.offload.params)
         return rest.leave(jax.tree.map(first, own, resting))
 
-    manual = placement.manual_axes
+    manual = placement.axes.manual
     call = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=specs, axis_names=manual, check_vma=False)
     synced = jax.jit(call)(variables)
     where = jax.tree.map(lambda leaf: leaf.sharding, variables)
@@ -311,7 +311,7 @@ class EvalStep:
         """
         placement = self.placement
         layout = placement.batch_layout
-        if placement.own_axes or placement.buffer_axes is not None:
+        if placement.axes.independent or placement.axes.buffers is not None:
             check_batch(layout, batch)
         rows = number_of_rows(layout, batch)
         if not (rest := rows % layout.row_degree):
@@ -350,7 +350,7 @@ class EvalStep:
             mesh=self.mesh,
             in_specs=(self.rest.specs(variables), self.placement.batch_layout.specs(batch)),
             out_specs=self.rest.means,
-            axis_names=self.placement.manual_axes,
+            axis_names=self.placement.axes.manual,
             check_vma=self.placement.plan.check_vma,
         )(variables, batch)
 
@@ -358,14 +358,18 @@ class EvalStep:
         placement, variables = self.placement, self.rest.enter(variables)
         key = jax.random.key(0)
         if placement.plan.draws == "shards":
-            key = shard_key(key, 0, placement.key_number())
-        one = placement.batch_layout.common_count(batch, placement.plan.microbatches) == placement.joined_rows == 1
+            key = shard_key(key, 0, key_number(placement))
+        one = (
+            placement.batch_layout.common_count(batch, placement.plan.microbatches)
+            == placement.ranks(placement.axes.rows)
+            == 1
+        )
         objective = (
             replace(self.objective, whole=None) if one else self.objective
         )  # all rows at once are the whole batch
         loss, finish = self.rest.loss(objective, variables, key, batch)
         sums = summed(jax.tree.map(lambda x: x[None], loss), placement, True)
-        mean, metrics, weight = means_of(sums, placement.joined_rows)
+        mean, metrics, weight = means_of(sums, placement.ranks(placement.axes.rows))
         weights = {"loss": weight} | {name: metric.weight for name, metric in sums.metrics.items()}
         mean, metrics, _ = (mean, metrics, None) if finish is None else finish(mean, metrics, weights)
         weights = {name: weights[name] for name, weighted in self._weighted.items() if weighted}
@@ -558,7 +562,7 @@ class Forward:
         self.row_dims = dims  # of any number of rows
 
         def local(variables, key, arrays):
-            key = shard_key(key, 0, placement.key_number())
+            key = shard_key(key, 0, key_number(placement))
             variables = self.rest.enter(variables)
             out, state = self._read_and_call(variables, key, arrays, static)
             out = jax.tree.map(self._finish, out, dims, inner)
@@ -574,7 +578,7 @@ class Forward:
             mesh=self.mesh,
             in_specs=(specs, PartitionSpec(), placement.batch_layout.specs(arrays)),
             out_specs=(jax.tree.map(out_spec, dims, inner), specs.state),
-            axis_names=placement.manual_axes,
+            axis_names=placement.axes.manual,
             check_vma=placement.plan.check_vma,
         )(variables, key, arrays)
         return jax.tree.map(unpadded_dims, out, inner, sizes), state
@@ -655,7 +659,7 @@ class Forward:
         """For every output `{dim: axes}` of the positions that are split: those dims that are longer where ranks have all."""
         placement, layout = self.placement, self.placement.batch_layout
         split = jax.tree.map(lambda _: {}, dims)
-        for axis in placement.position_axes:
+        for axis in placement.axes.positions:
             others = tuple(each for each in layout.positions if each[0] != axis)
             longer = self._outputs(variables, arrays, static, replace(layout, positions=others))
             split = jax.tree.map(
@@ -665,8 +669,8 @@ class Forward:
                 longer,
                 is_leaf=lambda x: isinstance(x, dict) and all(isinstance(key, int) for key in x),
             )
-        if placement.position_axes:
-            refuse_partial(self._made_of_parts(variables, arrays, static), split, placement.position_axes)
+        if placement.axes.positions:
+            refuse_partial(self._made_of_parts(variables, arrays, static), split, placement.axes.positions)
         return split
 
     def _made_of_parts(self, variables: Variables, arrays: Arrays, static: tuple) -> dict[str, frozenset[str]]:
@@ -702,7 +706,7 @@ class Forward:
     def _outputs(self, variables: Variables, arrays: Arrays, static: tuple, layout: BatchLayout) -> PyTree:
         """One rank's outputs, of a batch that is split so."""
         along = {axis for axis, _ in layout.positions}
-        whole = tuple(axis for axis in self.placement.position_axes if axis not in along)
+        whole = tuple(axis for axis in self.placement.axes.positions if axis not in along)
 
         def local(variables: Variables, arrays: Arrays) -> PyTree:
             return self._read_and_call(self.rest.enter(variables), jax.random.key(0), arrays, static, whole)[0]
@@ -711,7 +715,7 @@ class Forward:
 
     def _shapes(self, local: Callable, variables: Variables, arrays: Arrays, layout: BatchLayout) -> PyTree:
         # Unchecked and said to be replicated, so that the shapes seen are those of one rank.
-        options = {"axis_names": self.placement.manual_axes, "check_vma": False}
+        options = {"axis_names": self.placement.axes.manual, "check_vma": False}
         specs = (self.rest.specs(variables), layout.specs(arrays))
         call = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec(), **options)
         return jax.eval_shape(call, variables, arrays)
@@ -721,7 +725,7 @@ class Forward:
         for along, axes in split.items():
             for axis in orders.keys() & set(axes):
                 out = put_back(out, along, axis, orders[axis])
-        axes = tuple(axis for axis in self.placement.batch_axes if axis not in taken)
+        axes = tuple(axis for axis in self.placement.axes.batch if axis not in taken)
         if dim >= 0 or not axes or not isinstance(out, jax.Array):  # a number that is no array is the same everywhere
             return out
         if jnp.issubdtype(out.dtype, jnp.floating):
@@ -779,7 +783,7 @@ def reads_trained(step: TrainStep, variables: Variables, batch: PyTree) -> bool:
         return rest.read(probed, step.model, rest.enter(variables), jax.random.key(0), batch)[0]
 
     specs = (rest.specs(variables), placement.batch_layout.specs(batch))
-    options = {"axis_names": placement.manual_axes, "check_vma": False}
+    options = {"axis_names": placement.axes.manual, "check_vma": False}
     jax.eval_shape(
         jax.shard_map(local, mesh=step.mesh, in_specs=specs, out_specs=PartitionSpec(), **options), variables, batch
     )

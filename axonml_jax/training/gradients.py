@@ -15,7 +15,16 @@ from axonml_jax.compat.jaxpr import trace
 from axonml_jax.mesh.axes import AxisNames, flat_axes
 from axonml_jax.model.loss import Loss, per_weight
 from axonml_jax.model.view import Variables
-from axonml_jax.parallel.placement import Placement, lacking, parts_of
+from axonml_jax.parallel.placement import (
+    Placement,
+    accumulating,
+    key_number,
+    lacking,
+    parts_of,
+    read_shape,
+    read_shapes,
+    read_tree,
+)
 from axonml_jax.sharding.layout import Layout, is_layout, to_device_memory
 from axonml_jax.strategies.shard import Feedback
 from axonml_jax.training.compile import NO_SCALE, Differentiated, GradientEngine, Objective, Parts, part_keys, shard_key
@@ -51,7 +60,7 @@ class OneByOne(GradientEngine):
     def differentiate(self, variables: Variables, key: jax.Array, batch: PyTree) -> Differentiated:
         """Accumulate."""
         placement = self.placement
-        count, rank = placement.plan.microbatches, placement.key_number()
+        count, rank = placement.plan.microbatches, key_number(placement)
         by_rows = placement.plan.draws == "rows"
         keys = part_keys(placement, key, batch, count) if by_rows else [shard_key(key, a, rank) for a in range(count)]
         batches = None if len(keys) == 1 else self._batches(variables, keys, batch)
@@ -68,22 +77,22 @@ class OneByOne(GradientEngine):
         batches = self.placement.batch_layout.microbatches(batch, len(keys))
         if not self.sync:
             return batches
-        batches = self.objective.microbatches(self.placement.read_shapes(variables.state), keys[0], batch, batches)
+        batches = self.objective.microbatches(read_shapes(self.placement, variables.state), keys[0], batch, batches)
         if self.objective.sweeps(batches) and self.parts.scale is not None:
             raise ValueError(NO_SCALE)
         return rest_of(self.placement).swept(self.objective, variables, jnp.stack(keys), batch, batches)
 
     def _accumulated(self, run: OneMicrobatch, state: PyTree, keys: list, batch: PyTree, batches: PyTree):
         placement, sync = self.placement, self.sync
-        inner = placement.inner_axes if sync else ()
-        outer = [axis for axis in placement.axes if axis not in inner] if sync else []
+        inner = placement.axes.each_microbatch if sync else ()
+        outer = [axis for axis in placement.strategies if axis not in inner] if sync else []
         feedback, left = self.feedback, None
         if self.left_out is not None:
             left = parts_of(placement, jax.tree.leaves(self.left_out))
         if len(keys) == 1:
             grads, loss, state, left = run(state, keys[0], batch, None if sync else (), left)
             return grads, jax.tree.map(lambda x: x[None], loss), state, left
-        waits = [axis for axis in flat_axes(outer) if axis in placement.batch_axes and placement.ranks(axis) > 1]
+        waits = [axis for axis in flat_axes(outer) if axis in placement.axes.batch and placement.ranks(axis) > 1]
         if not (placement.reducer.overlaps and waits):
             grads, losses, state = self._loop(run, state, keys, batches, inner, left)
             layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
@@ -101,9 +110,9 @@ class OneByOne(GradientEngine):
         placement = self.placement
         layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
         reduced = flat_axes(inner)
-        left = [axis for axis in placement.batch_axes if axis not in reduced]
+        left = [axis for axis in placement.axes.batch if axis not in reduced]
         axes = [(*left, *layout.axes) for layout in layouts]
-        shapes = [layout.shard if inner else placement.read_shape(layout) for layout in layouts]
+        shapes = [layout.shard if inner else read_shape(placement, layout) for layout in layouts]
         kinds = [placement.plan.precision.accumulate_dtype(layout.dtype) for layout in layouts]
         if first is None:
             first = parts_of(placement, map(jnp.zeros, shapes, kinds), inner)
@@ -151,11 +160,11 @@ class AtOnce(OneByOne):
     def one(self, variables: Variables) -> OneMicrobatch:
         """See `OneMicrobatch`."""
         placement = self.placement
-        frozen = placement.read_tree(variables.frozen, placement.frozen)
+        frozen = read_tree(placement, variables.frozen, placement.frozen)
         overlaps = self.sync and placement.reducer.overlaps
         # With one microbatch each bucket is gathered where it is first used.
         once = overlaps and placement.plan.accumulate == 1
-        read = None if once else placement.read_tree(variables.params, placement.params)
+        read = None if once else read_tree(placement, variables.params, placement.params)
         return _Once(self, variables.params, frozen, read, overlaps)
 
 
@@ -176,16 +185,16 @@ class _Once:
         (_, (loss, state)), grads = jax.value_and_grad(loss, has_aux=True)(self.read, state, key, batch)
         leaves, left = parts_of(self.placement, jax.tree.leaves(grads)), None
         if axes == ():
-            return list(map(self.placement.to_accumulate, leaves, self.layouts)), loss, state, None
+            return list(map(partial(accumulating, self.placement), leaves, self.layouts)), loss, state, None
         if self.feedback is not None:
-            wholes = zip(map(self.placement.to_accumulate, leaves, self.layouts), accumulated, strict=True)
+            wholes = zip(map(partial(accumulating, self.placement), leaves, self.layouts), accumulated, strict=True)
             leaves = [grad + more for grad, more in wholes]
             left = _left_out(self.feedback, self.placement, leaves, self.layouts)
         return self.placement.sync_buckets(leaves, self.layouts, axes), loss, state, left
 
     def _overlapped(self, state, key, batch, axes, accumulated):
         args, placement = (state, key, batch), self.placement
-        seen = placement.read_tree(self.params, placement.params) if self.read is None else self.read
+        seen = read_tree(placement, self.params, placement.params) if self.read is None else self.read
         from axonml_jax.parallel.units import overlapped
 
         reduced_loss = overlapped(self._loss(seen, args), placement, self.params, self.read, args, axes, self.feedback)
@@ -196,10 +205,10 @@ class _Once:
             return total, aux
 
         leaves, treedef = jax.tree.flatten(to_device_memory(self.params, placement.plan.offload.params))
-        reduced = placement.axes if axes is None else axes
-        unreduced = [axis for axis in placement.batch_axes if axis not in flat_axes(reduced)]
-        carriers = vary(treedef.unflatten(map(placement.to_accumulate, leaves, self.layouts)), unreduced)
-        inner = lacking(placement, placement.inner_axes)
+        reduced = tuple(placement.strategies) if axes is None else axes
+        unreduced = [axis for axis in placement.axes.batch if axis not in flat_axes(reduced)]
+        carriers = vary(treedef.unflatten(map(partial(accumulating, placement), leaves, self.layouts)), unreduced)
+        inner = lacking(placement, placement.axes.each_microbatch)
         more = None if accumulated is None else treedef.unflatten([each.taken(inner) for each in accumulated])
         if self.feedback is None:
             (_, (loss, state)), grads = jax.value_and_grad(hooked, has_aux=True)(carriers, more, *args)
@@ -209,7 +218,8 @@ class _Once:
         return parts_of(placement, jax.tree.leaves(grads), reduced), loss, state, jax.tree.leaves(left)
 
     def _loss(self, read: PyTree, args: tuple) -> Callable:
-        wrap, remat = self.placement.wrap, self.placement.plan.remat
+        strategies, remat = self.placement.strategies.values(), self.placement.plan.remat
+        wrap = next((each.wrap for each in strategies if each.wrap is not None), None)  # of the first that says it
         from axonml_jax.parallel.units import recomputed
 
         return recomputed(self.whole_loss, self.model, wrap, remat, read, args)
@@ -268,7 +278,7 @@ def gradients(
     Communicates: what the plan's strategies do, once, and one small all-reduce for loss and metrics.
     """
     count = placement.plan.microbatches
-    parts = Parts(count * (placement.joined_rows if sync else 1), scale)
+    parts = Parts(count * (placement.ranks(placement.axes.rows) if sync else 1), scale)
     engine = engine_of(placement, sync)(objective, placement, parts, sync, left_out)
     found = engine.differentiate(variables, key, batch)
     loss, metrics, weight = means(found.losses, placement, count, sync)
@@ -289,12 +299,12 @@ def engine_of(placement: Placement, sync: bool) -> type[GradientEngine]:
         from axonml_jax.training.pipelined import ByStage
 
         return ByStage
-    return ByUnit if sync and placement.gathers_when_used else AtOnce
+    return ByUnit if sync and placement.at_use else AtOnce
 
 
 def means(losses: Loss, placement: Placement, count: int, sync: bool):
     """Losses stacked by microbatch -> (mean loss, mean metrics, total weight or None), over ranks too with `sync`."""
-    return means_of(summed(losses, placement, sync), count * (placement.joined_rows if sync else 1))
+    return means_of(summed(losses, placement, sync), count * (placement.ranks(placement.axes.rows) if sync else 1))
 
 
 def summed(losses: Loss, placement: Placement, sync: bool) -> Loss:
@@ -303,7 +313,7 @@ def summed(losses: Loss, placement: Placement, sync: bool) -> Loss:
     leaves, treedef = jax.tree.flatten(sums)
     if sync:
         with jax.named_scope("axonml.metrics"):
-            leaves = all_reduce_leaves(leaves, placement.joined_axes, flat=len(leaves) > 1)
+            leaves = all_reduce_leaves(leaves, placement.axes.synced, flat=len(leaves) > 1)
     return treedef.unflatten(leaves)
 
 

@@ -230,7 +230,7 @@ class Counts(Kept):
 
     def first(self, params: PyTree, mesh: Mesh) -> PyTree:
         """As they begin."""
-        axes = self.rest.placement.own_axes if self.per_model else ()
+        axes = self.rest.placement.axes.independent if self.per_model else ()
         shape = (self.rest.placement.ranks(axes),) if axes else ()
         counts = jax.tree.map(lambda count: jnp.broadcast_to(count, shape), self.make())
         return place(counts, self.specs(counts, between=True), mesh)

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import optax
 
 from axonml_jax.base import PyTree
+from axonml_jax.collectives.gradients import own_slice
+from axonml_jax.collectives.primitives import gather_whole
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.sharding.layout import Layout, is_layout, map_layouts
+from axonml_jax.sharding.layout import Layout, from_stored, is_layout, map_layouts, to_stored
 
 # --------------------------------------------------------------------------------------------------
 # One update by an optimizer.
@@ -244,14 +246,29 @@ def whole_shape(layout: Layout) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(layout.shape, layout.dtype)
 
 
-def gather_stored(tree: PyTree, layouts: PyTree, placement: Placement) -> PyTree:
+def gather_leaf(shard: jax.Array, layout: Layout) -> jax.Array:
+    """Inside `shard_map`: the whole array of a resting shard, uncast and the same on every rank."""
+    for axis in reversed(layout.axes):
+        shard = gather_whole(shard, axis, layout.dim_of(axis) or 0, invarying=True)
+    return from_stored(shard, layout)
+
+
+def leaf_shard(whole: jax.Array, layout: Layout) -> jax.Array:
+    """Inside `shard_map`: this rank's resting shard of a whole array. The inverse of `gather_leaf`."""
+    part = to_stored(whole, layout)
+    for axis in layout.axes:
+        part = own_slice(part, axis, layout.dim_of(axis) or 0)
+    return part
+
+
+def gather_stored(tree: PyTree, layouts: PyTree) -> PyTree:
     """Inside `shard_map`: the whole arrays of stored shards, the same on every rank."""
-    return map_layouts(placement.gather_stored, tree, layouts)
+    return map_layouts(gather_leaf, tree, layouts)
 
 
-def own_parts(tree: PyTree, layouts: PyTree, placement: Placement) -> PyTree:
+def own_parts(tree: PyTree, layouts: PyTree) -> PyTree:
     """Inside `shard_map`: this rank's shards of whole arrays. The inverse of `gather_stored`."""
-    return map_layouts(lambda x, layout: placement.own_part(jnp.asarray(x), layout), tree, layouts)
+    return map_layouts(lambda x, layout: leaf_shard(jnp.asarray(x), layout), tree, layouts)
 
 
 # --------------------------------------------------------------------------------------------------

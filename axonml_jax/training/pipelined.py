@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from axonml_jax.base import PyTree, is_array
 from axonml_jax.model.loss import Loss
 from axonml_jax.model.view import Variables
-from axonml_jax.parallel.placement import Placement
+from axonml_jax.parallel.placement import Placement, key_number, read_shapes
 from axonml_jax.pipeline.run import run_pieces
 from axonml_jax.training.compile import NO_SCALE, Differentiated, GradientEngine, Objective, part_keys, shard_key
 
@@ -64,7 +64,7 @@ def _batches(
     objective: Objective, placement: Placement, variables: Variables, keys: jax.Array, batch: PyTree, count: int
 ) -> PyTree:
     """This rank's microbatches as the loss takes them."""
-    read, batches = placement.read_shapes(variables.state), placement.batch_layout.microbatches(batch, count)
+    read, batches = read_shapes(placement, variables.state), placement.batch_layout.microbatches(batch, count)
 
     def each(fun: Callable, batches: PyTree) -> list[jax.Array]:
         def stage(params: PyTree, frozen: PyTree, state: PyTree, key: jax.Array, batch: PyTree):
@@ -78,7 +78,7 @@ def _batches(
 
 def _keys(placement: Placement, key: jax.Array, count: int) -> jax.Array:
     """Of every microbatch; this rank's own."""
-    shard = placement.key_number()
+    shard = key_number(placement)
     return jax.vmap(lambda m: shard_key(key, m, shard))(jnp.arange(count))
 
 

@@ -16,7 +16,7 @@ from axonml_jax.base import PyTree, named_leaves
 from axonml_jax.collectives.primitives import sum_over, vary
 from axonml_jax.model.loss import Loss
 from axonml_jax.model.view import Functional, Variables
-from axonml_jax.parallel.placement import Placement
+from axonml_jax.parallel.placement import Placement, read_shapes, read_tree
 from axonml_jax.sharding.layout import (
     HOST,
     Leaf,
@@ -113,7 +113,7 @@ class Rest(abc.ABC):
 
     def buffer_specs(self, state: PyTree) -> PyTree:
         """Specs of the model's own state: stacked along the axes whose ranks keep buffers of their own."""
-        axes = self.placement.buffer_axes
+        axes = self.placement.axes.buffers
         return jax.tree.map(lambda _: PartitionSpec(axes) if axes is not None else PartitionSpec(), state)
 
     # Making
@@ -151,13 +151,13 @@ class Rest(abc.ABC):
 
     def enter(self, variables: Variables) -> Variables:
         """This rank's own variables, inside `shard_map`."""
-        axes = self.placement.buffer_axes
+        axes = self.placement.axes.buffers
         state = variables.state if axes is None else single(variables.state)
         return Variables(self.own(variables.params), variables.frozen, state)
 
     def leave(self, variables: Variables) -> Variables:
         """The inverse of `enter`."""
-        axes = self.placement.buffer_axes
+        axes = self.placement.axes.buffers
         state = variables.state if axes is None else stacked(variables.state, axes)
         return Variables(self.kept(variables.params), variables.frozen, state)
 
@@ -180,12 +180,12 @@ class Rest(abc.ABC):
             return self.read(objective, model, variables, key if own is None else own[0], batch)[0], None
         folded = jax.vmap(lambda number: jax.random.fold_in(key, number))
         keys = folded(jnp.arange(count)) if own is None else jnp.stack(own)
-        read = self.placement.read_shapes(variables.state)
+        read = read_shapes(self.placement, variables.state)
         batches = objective.microbatches(read, keys[0], batch, layout.microbatches(batch, count))
         if objective.sweeps(batches):
             return objective.swept_loss(self.swept(objective, variables, keys, batch, batches)), None
         parts = keys, batches
-        if self.placement.gathers_when_used:
+        if self.placement.at_use:
             losses = jax.lax.map(lambda part: self.read(objective, model, variables, *part)[0], parts)
         else:
             of_all = lambda read, parts: jax.lax.map(lambda part: objective(read, *part)[0], parts)
@@ -199,14 +199,14 @@ class Rest(abc.ABC):
     ) -> PyTree:
         """Microbatches after a first sweep, where the loss needs one (`Objective.swept`)."""
         placement, model = self.placement, objective.model
-        start = vary(variables.state, placement.batch_axes)
+        start = vary(variables.state, placement.axes.batch)
 
         def each(fun: Callable, batches: PyTree) -> list[jax.Array]:
             def trip(read: Callable, state: PyTree, part: tuple) -> tuple[PyTree, list[jax.Array]]:
                 made, state = read(state, *part)
-                return vary(state, placement.batch_axes), made
+                return vary(state, placement.axes.batch), made
 
-            if placement.gathers_when_used:
+            if placement.at_use:
                 read = lambda state, *part: self.read(fun, model, replace(variables, state=state), *part)
                 return jax.lax.scan(partial(trip, read), start, (keys, batches))[1]
 
@@ -216,7 +216,7 @@ class Rest(abc.ABC):
 
             return self.read(of_all, model, variables, (keys, batches))
 
-        return objective.swept(each, placement.read_shapes(variables.state), keys[0], rows, batches)
+        return objective.swept(each, read_shapes(placement, variables.state), keys[0], rows, batches)
 
     @abc.abstractmethod
     def parts(self, grads: PyTree) -> Iterable[Part]:
@@ -247,7 +247,7 @@ class Rest(abc.ABC):
     def whole(self, variables: Variables, mesh: Mesh) -> Variables:
         """The variables without padding; where ranks keep their own, the first rank's."""
         params, frozen = self.outside(variables.params, mesh), self.outside_frozen(variables.frozen, mesh)
-        state = variables.state if self.placement.buffer_axes is None else single(variables.state)
+        state = variables.state if self.placement.axes.buffers is None else single(variables.state)
         return Variables(params, frozen, state)
 
     @abc.abstractmethod
@@ -376,9 +376,9 @@ class Plain(Rest):
     def read(self, fun: Callable, model: Functional, variables: Variables, *args: Any) -> Any:
         """At once; unit by unit where the plan gathers parameters when they are used."""
         placement = self.placement
-        if not placement.gathers_when_used:
-            params = placement.read_tree(variables.params, placement.params)
-            frozen = placement.read_tree(variables.frozen, placement.frozen)
+        if not placement.at_use:
+            params = read_tree(placement, variables.params, placement.params)
+            frozen = read_tree(placement, variables.frozen, placement.frozen)
             return fun(Variables(params, frozen, variables.state), *args)
         from axonml_jax.parallel.units import Replayed
 
@@ -431,7 +431,7 @@ class Plain(Rest):
             mesh=mesh,
             in_specs=(rests, PartitionSpec()),
             out_specs=(rests, self.means),
-            axis_names=self.placement.manual_axes,
+            axis_names=self.placement.axes.manual,
             check_vma=self.placement.plan.check_vma,
         )(padded(grads, self.layouts), max_norm)
 
@@ -449,7 +449,7 @@ class Plain(Rest):
         cast, placement = self.placement.plan.precision.cast_param, self.placement
         params = map_layouts(to_stored, cast(variables.params), placement.params)
         frozen = map_layouts(to_stored, cast(variables.frozen), placement.frozen)
-        return Variables(params, frozen, self._repeated(variables.state, placement.buffer_axes))
+        return Variables(params, frozen, self._repeated(variables.state, placement.axes.buffers))
 
     def _repeated(self, tree: PyTree, axes: tuple[str, ...] | None) -> PyTree:
         """One entry for every rank of these axes."""
@@ -514,10 +514,10 @@ class PlainOptimizer(RestingOptimizer):
             return apply(self.tx, grads, opt_state, params, loss)
         layouts = placement.params, self.placed[0]
         with jax.named_scope("axonml.update"):
-            grads, params = (gather_stored(tree, placement.params, placement) for tree in (grads, params))
-            opt_state = gather_stored(opt_state, layouts[1], placement)
+            grads, params = (gather_stored(tree, placement.params) for tree in (grads, params))
+            opt_state = gather_stored(opt_state, layouts[1])
         params, opt_state = apply(self.tx, grads, opt_state, params, loss)
-        return own_parts(params, layouts[0], placement), own_parts(opt_state, layouts[1], placement)
+        return own_parts(params, layouts[0]), own_parts(opt_state, layouts[1])
 
     def tree(self, opt_state: PyTree) -> PyTree:
         """Without padding, as parameters are outside."""
@@ -567,12 +567,12 @@ class Stacked(Plain):
 
     def kept(self, tree: PyTree) -> PyTree:
         """The inverse."""
-        return stacked(tree, self.placement.own_axes)
+        return stacked(tree, self.placement.axes.independent)
 
     @property
     def means(self) -> PartitionSpec:
         """One for every model."""
-        return PartitionSpec(self.placement.own_axes)
+        return PartitionSpec(self.placement.axes.independent)
 
     def whole(self, variables: Variables, mesh: jax.sharding.Mesh) -> Variables:
         """The first rank's."""
@@ -581,11 +581,11 @@ class Stacked(Plain):
 
     def _stored(self, variables: Variables) -> Variables:
         stored = super()._stored(variables)
-        return Variables(self._repeated(stored.params, self.placement.own_axes), stored.frozen, stored.state)
+        return Variables(self._repeated(stored.params, self.placement.axes.independent), stored.frozen, stored.state)
 
     def stacked(self, layouts: PyTree) -> PyTree:
         """Layouts of such entries."""
-        axes = self.placement.own_axes
+        axes = self.placement.axes.independent
         count = self.placement.ranks(axes)
         return jax.tree.map(lambda layout: layout.stacked(axes, count), layouts, is_leaf=is_layout)
 
@@ -603,7 +603,7 @@ class StackedOptimizer(PlainOptimizer):
 
     def leaves(self, opt_state: PyTree) -> PyTree:
         """With their layouts, and what their first dim numbers."""
-        entries = f"one entry for each of {self.placement.ranks(self.placement.own_axes)} replicas"
+        entries = f"one entry for each of {self.placement.ranks(self.placement.axes.independent)} replicas"
         return map_layouts(lambda array, layout: Leaf(array, layout, entries=entries), opt_state, self.layouts)
 
     def _first(self, params: PyTree) -> PyTree:
@@ -642,7 +642,7 @@ class InRounds(Stacked):
 
     def entries(self, params: PyTree) -> PyTree:
         """The outer parameters, with which every replica begins."""
-        return self._repeated(params, self.placement.own_axes)
+        return self._repeated(params, self.placement.axes.independent)
 
 
 # --------------------------------------------------------------------------------------------------

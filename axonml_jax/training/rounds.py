@@ -124,7 +124,7 @@ def end_of_round(placement: Placement, before: TrainState, after: TrainState) ->
     def joined(outer: list, own: list, kept: list) -> tuple:
         with jax.named_scope(f"axonml.gradients.every{rounds.every}"):
             outer, kept = rounds.end_round(outer, single(own), kept, layouts, axis)
-        return outer, stacked(outer, placement.own_axes), kept
+        return outer, stacked(outer, placement.axes.independent), kept
 
     ends = after.step % rounds.every == 0
     outer, own, kept = jax.lax.cond(ends, joined, lambda *each: each, outer, own, kept)

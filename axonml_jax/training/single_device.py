@@ -163,9 +163,9 @@ def not_comparable(model: Functional, placement: Placement, mode: Mode, drawing:
       drawing: whether the loss depends on random numbers.
     """
     plan, eval_mode = placement.plan, "model.eval() compares the evaluation mode"
-    if placement.own_axes:
-        yield "everything", f"along {', '.join(placement.own_axes)} every rank trains a model of its own"
-    parts = placement.joined_rows * plan.microbatches
+    if placement.axes.independent:
+        yield "everything", f"along {', '.join(placement.axes.independent)} every rank trains a model of its own"
+    parts = placement.ranks(placement.axes.rows) * plan.microbatches
     if drawing and parts > 1 and plan.draws == "shards":
         named = ", ".join(_dropouts(model.abstract_module)) or "the model"
         yield (

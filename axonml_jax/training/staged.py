@@ -33,7 +33,7 @@ from axonml_jax.sharding.layout import (
 )
 from axonml_jax.training.compile import Objective, Part, clipped, norm
 from axonml_jax.training.on_shards import Held, OnRank, ShardedProgram, seen_shard, stored_shard
-from axonml_jax.training.optimizer import apply, whole_shape
+from axonml_jax.training.optimizer import apply, gather_leaf, leaf_shard, whole_shape
 from axonml_jax.training.pipelined import pipelined_call, pipelined_loss
 from axonml_jax.training.rest import Rest, RestingOptimizer, Square, square
 
@@ -337,10 +337,7 @@ class StagedOptimizer(RestingOptimizer):
 
         def own(rank: int) -> tuple[Buffers, Buffers]:
             params_store = self.staging.params
-            cut = {
-                i: self.placement.own_part(leaves[i], params_store.layouts[i])
-                for i in params_store.leaves_of_rank(rank)
-            }
+            cut = {i: leaf_shard(leaves[i], params_store.layouts[i]) for i in params_store.leaves_of_rank(rank)}
             return _typed(params_store.pack(cut)), self._packed(self._own_parts(owned), rank)
 
         packed, packed_state = self._of_rank(own)
@@ -354,7 +351,7 @@ class StagedOptimizer(RestingOptimizer):
             slot, group = store.slots[i], store.slots[i].group
             start = store.rank_of(i) * store.buffers.sizes[group] + slot.offset
             buffer = store.grouped(everywhere)[group]
-            leaves.append(self.placement.gather_stored(buffer[start : start + slot.size].reshape(layout.shard), layout))
+            leaves.append(gather_leaf(buffer[start : start + slot.size].reshape(layout.shard), layout))
         return leaves
 
     def _of_rank(self, run: Any) -> Any:
@@ -376,7 +373,7 @@ class StagedOptimizer(RestingOptimizer):
         return _typed(self.store.pack({k: stored_shard(made[i], layouts[k]) for k, i in at if i in made}))
 
     def _own_parts(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        return [self.placement.own_part(jnp.asarray(leaves[i]), self.layouts[i]) for i in self.owned]
+        return [leaf_shard(jnp.asarray(leaves[i]), self.layouts[i]) for i in self.owned]
 
     def _packed(self, owned: Sequence[Any], rank: int) -> Buffers:
         return _typed(self.store.pack({k: owned[k] for k in self.store.leaves_of_rank(rank)}))
@@ -428,7 +425,7 @@ class Staged(Rest):
 
         def own(store: StageStore, tree: Any, rank: int) -> Buffers:
             leaves = jax.tree.leaves(placement.plan.precision.cast_param(tree))
-            cut = {i: placement.own_part(leaves[i], store.layouts[i]) for i in store.leaves_of_rank(rank)}
+            cut = {i: leaf_shard(leaves[i], store.layouts[i]) for i in store.leaves_of_rank(rank)}
             return {group: vary(buffer, (AXIS, *group.axes)) for group, buffer in store.pack(cut).items()}
 
         def local() -> tuple[Any, Any]:

@@ -91,7 +91,7 @@ def each_ranks_specs(placement: Placement) -> PyTree:
       ValueError: listing parameters that are split over an axis that splits the batch too (`depth`, `expert`), whose ranks
         share one.
     """
-    both = set(placement.batch_axes) & set(placement.layer_axes)
+    both = set(placement.axes.batch) & set(placement.axes.layers)
     shared = [
         path_name(path)
         for path, layout in jax.tree_util.tree_leaves_with_path(placement.params, is_leaf=is_layout)
@@ -107,10 +107,10 @@ def each_ranks_specs(placement: Placement) -> PyTree:
 
     def spec(layout: Layout) -> PartitionSpec:
         axes = [
-            tuple(axis for axis in layout.axes_of(dim) if axis in placement.layer_axes)
+            tuple(axis for axis in layout.axes_of(dim) if axis in placement.axes.layers)
             for dim in range(min(len(layout.spec), len(layout.shape)))
         ]
-        return PartitionSpec(placement.batch_axes, *(entry[0] if len(entry) == 1 else entry or None for entry in axes))
+        return PartitionSpec(placement.axes.batch, *(entry[0] if len(entry) == 1 else entry or None for entry in axes))
 
     return jax.tree.map(spec, placement.params, is_leaf=is_layout)
 

@@ -133,7 +133,7 @@ class TrainStep:
             mesh=self.mesh,
             in_specs=(specs, self.placement.batch_layout.specs(batch)),
             out_specs=(specs, self.rest.means),
-            axis_names=self.placement.manual_axes,
+            axis_names=self.placement.axes.manual,
             check_vma=self.placement.plan.check_vma,
         )(state, batch)
         if self.placement.left:  # the partitioner is told what it would be free to choose
@@ -172,7 +172,7 @@ class TrainStep:
 def forward_mode(placement: Placement, training: bool | None) -> Mode:
     """How the model runs under a plan."""
     plan = placement.plan
-    joined = placement.joined_axes if plan.batch_stats == "global" else ()
+    joined = placement.axes.synced if plan.batch_stats == "global" else ()
     return Mode(training=training, batch_norm_axes=joined, sum_over_ranks=sum_over, precision=plan.precision)
 
 
@@ -194,7 +194,7 @@ def objective_of(
     if placement.plan.draws == "rows":
         refuse_draws_by_rows(placement, whole)
     read = partial(reading, model=model, placement=placement, precision=mode.precision)
-    return Objective(model, loss_fn, mode, placement.position_axes, placement.inside, read, whole, trains)
+    return Objective(model, loss_fn, mode, placement.axes.positions, placement.inside, read, whole, trains)
 
 
 def whole_batch(placement: Placement, loss_fn: LossFn) -> "WholeBatch | None":
@@ -202,9 +202,9 @@ def whole_batch(placement: Placement, loss_fn: LossFn) -> "WholeBatch | None":
 
     It is not known in rounds of replicas and beside XLA's partitioner.
     """
-    axes, along = placement.batch_axes, placement.position_axes
+    axes, along = placement.axes.batch, placement.axes.positions
     if (
-        placement.own_axes
+        placement.axes.independent
         or placement.left
         or len(along) > 1
         or placement.ranks(axes) * placement.plan.microbatches == 1
@@ -227,9 +227,11 @@ def refuse_draws_by_rows(placement: Placement, whole: "WholeBatch | None") -> No
     Raises:
       ValueError: saying why.
     """
-    parts = placement.ranks(placement.batch_axes) * placement.plan.microbatches
-    if placement.position_axes:
-        why = f"positions are split over {', '.join(placement.position_axes)}, where rows are not all that is drawn for"
+    parts = placement.ranks(placement.axes.batch) * placement.plan.microbatches
+    if placement.axes.positions:
+        why = (
+            f"positions are split over {', '.join(placement.axes.positions)}, where rows are not all that is drawn for"
+        )
     elif whole is None and parts > 1:
         why = "ranks train by themselves, or the batch is left to XLA's partitioner, and a loss is of a rank's rows"
     else:
@@ -239,7 +241,7 @@ def refuse_draws_by_rows(placement: Placement, whole: "WholeBatch | None") -> No
 
 def _positions(placement: Placement) -> tuple:
     """The ranks that split positions, and what is entered where code sees whole sequences."""
-    if not (along := placement.position_axes):
+    if not (along := placement.axes.positions):
         return ()
     from axonml_jax.meaning.places import Group
 

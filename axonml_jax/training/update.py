@@ -94,10 +94,10 @@ def sync_buffers(before: PyTree, state: PyTree, placement: Placement, model: Fun
 
     Communicates: at most one all-reduce of the leaves that need it.
     """
-    plan, apart = placement.plan, placement.buffer_axes or ()
-    axes = tuple(axis for axis in placement.batch_axes if axis not in apart)
+    plan, apart = placement.plan, placement.axes.buffers or ()
+    axes = tuple(axis for axis in placement.axes.batch if axis not in apart)
     declared, synchronized = model.state_joins(), model.synchronized()
-    if not axes and not (declared and placement.joined_axes):
+    if not axes and not (declared and placement.axes.synced):
         return state
 
     def finish(path, old, leaf):
@@ -116,7 +116,7 @@ def sync_buffers(before: PyTree, state: PyTree, placement: Placement, model: Fun
 
 def _joined(join: Join, before: jax.Array, leaf: jax.Array, placement: Placement) -> jax.Array:
     """A declared leaf; what is typed as the same everywhere was still added by every rank."""
-    axes = placement.joined_axes
+    axes = placement.axes.synced
     if not axes:
         return leaf
     if join == "sum":
