@@ -733,6 +733,7 @@ class _Run:
 
     def __init__(self, placement: Placement, shards: list, layouts: list[Layout], trained: int, cut: Cut, args: list):
         self.placement, self.shards, self.layouts, self.trained, self.cut = placement, shards, layouts, trained, cut
+        assert placement.at_use is not None
         self.prefetch = placement.at_use.prefetch
         self.inputs = dict(cut.program.constants) | dict(zip(cut.program.inputs[len(shards) :], args, strict=True))
         self.parts = [part_of(segment, cut) for segment in cut.segments]
@@ -753,6 +754,7 @@ class _Run:
             )
 
         def groups() -> list[list[int]]:
+            assert placement.at_use is not None
             return list(units(names, placement.at_use.wrap, replayed.model.module_types()).values())
 
         sliceable = [i for i, layout in enumerate(layouts) if layout.shape and layout.parts[0] == 1]
