@@ -430,13 +430,7 @@ class Plan:
         for name, (one, other) in pairs.items():
             if not is_one_of(getattr(self, name), (one, other)):
                 problems.append(f"{name}={getattr(self, name)!r} must be {one!r} or {other!r}")
-        if not is_one_of(self.kernels, ("auto", "xla", "interpret")):
-            problems.append(f"kernels={self.kernels!r} must be 'auto', 'xla' or 'interpret'")
-        elif self.kernels == "interpret" and self.check_vma:
-            problems.append(
-                "kernels='interpret' with check_vma=True: JAX's interpreter of kernels does not type what it indexes as "
-                "varying. Take check_vma=False to try kernels, or kernels='auto' to check types"
-            )
+        problems += self._of_kernels()
         for name in ("broadcast_buffers", "check_vma"):
             if not is_one_of(getattr(self, name), (True, False)):
                 problems.append(f"{name}={getattr(self, name)!r} must be True or False")
@@ -458,6 +452,17 @@ class Plan:
         problems += self._against_rounds() if not problems else []
         if problems:
             raise ValueError(f"Plan: {'; '.join(problems)}")
+
+    def _of_kernels(self) -> list[str]:
+        """What is wrong with the choice of kernels."""
+        if not is_one_of(self.kernels, ("auto", "xla", "interpret")):
+            return [f"kernels={self.kernels!r} must be 'auto', 'xla' or 'interpret'"]
+        if self.kernels == "interpret" and self.check_vma:
+            return [
+                "kernels='interpret' with check_vma=True: JAX's interpreter of kernels does not type what it indexes as "
+                "varying. Take check_vma=False to try kernels, or kernels='auto' to check types"
+            ]
+        return []
 
     def _against_pipe(self) -> list[str]:
         """What a pipeline cannot be combined with."""
