@@ -338,7 +338,8 @@ class Operation:
     def bind(self, values: Sequence[Any], **changed: Any) -> list[Any]:
         """Run it on `values`, with some parameters changed, keeping its source line and name scopes; returns its results."""
         primitive = self.eqn.primitive
-        values = values if self.bodies else varying_alike(values, self.given)
+        if not self.bodies or self.name.startswith("scatter"):  # whose body joins two numbers
+            values = varying_alike(values, self.given)
         if self.name == "pvary":  # of what varies over more axes than when it was traced
             changed = {"axes": tuple(axis for axis in self.options["axes"] if axis not in varying_axes(values[0]))}
             if not changed["axes"]:

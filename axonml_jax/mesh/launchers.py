@@ -174,10 +174,11 @@ def _rank_of_tpu(environ: Variables) -> int:
 def _hosts_of_sagemaker(environ: Variables) -> list[str]:
     try:
         hosts = json.loads(environ["SM_HOSTS"])
-        assert isinstance(hosts, list)
-        return [str(host) for host in hosts]
-    except (ValueError, AssertionError) as error:
-        raise ValueError(f"sagemaker: SM_HOSTS={environ['SM_HOSTS']!r} is no JSON list of hosts") from error
+    except ValueError:
+        hosts = None
+    if not hosts or not isinstance(hosts, list):
+        raise ValueError(f"sagemaker: SM_HOSTS={environ['SM_HOSTS']!r} is no JSON list of hosts")
+    return [str(host) for host in hosts]
 
 
 def _rank_of_sagemaker(environ: Variables) -> int:
