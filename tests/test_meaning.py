@@ -104,6 +104,11 @@ def test_microbatches_add_up_to_the_loss_and_metrics_of_the_whole_batch(plan):
     assert not isinstance(found, str) and found < 1e-9, found
 
 
+def test_a_scatter_of_typed_rows_goes_into_zeros_in_a_pipeline():
+    loss = CASES["segment means"]
+    assert cell(loss, plain(loss, 16), 16, "pipeline, fsdp", linen=False, check_vma=True) < 1e-9
+
+
 EVALUATED = {
     "ddp": (Net, {"data": 4}, ax.Plan(accumulate=2)),
     "pipeline": (Layered, {"data": 2, "pipe": 2}, ax.Plan(pipe=ax.Pipelined(num_microbatches=2, split=["w2"]))),
@@ -304,6 +309,52 @@ def test_positions_in_the_orders_of_ranks_are_meant_as_they_were_given(order, de
         np.testing.assert_allclose(more[name], value, rtol=1e-6, err_msg=name)
     compare = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-11)
     jax.tree.map(compare, jax.tree.map(np.asarray, ours), nnx.to_pure_dict(grads))
+
+
+class Merging(Sequences):
+    """Returns rows and positions merged in one dim, in one order or the other."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.order = order
+
+    def __call__(self, x):
+        out = super().__call__(x)
+        return (out if self.order == "rows first" else out.swapaxes(0, 1)).reshape(-1, 4)
+
+
+def of_merged(net, b):
+    """What depends on the order of a merged dim."""
+    out = net(b["x"])
+    weights = (b["w"] if net.order == "rows first" else b["w"].swapaxes(0, 1)).reshape(-1, 1)
+    return (out * weights).sum() / weights.sum() + (out[1:] * out[:-1]).sum()
+
+
+MERGED = {
+    "data": ({"data": 4}, ax.Plan()),
+    "accumulated": ({"data": 2}, ax.Plan(accumulate=2)),
+    "context": ({"context": 4}, ax.Plan(context=ax.Context(order="contiguous"))),
+    "data and context": ({"data": 2, "context": 2}, ax.Plan(context=ax.Context(order="zigzag"), accumulate=2)),
+}
+
+
+@pytest.mark.parametrize("plan", MERGED)
+@pytest.mark.parametrize("order", ["rows first", "positions first"])
+def test_a_model_may_return_rows_merged_with_other_dims_or_is_refused(order, plan):
+    rng, (degrees, settings) = np.random.default_rng(0), MERGED[plan]
+    batch = {"x": rng.normal(size=(8, 16, 3)), "w": rng.random((8, 16))}
+    model = ax.parallelize(Merging(order), mesh_of(degrees), settings)
+    ours = lambda: model.value_and_grad(ax.mixing_rows(of_merged, two_sweeps=True))(batch)
+    if (order, plan) == ("positions first", "data and context"):
+        with pytest.raises(ValueError, match=r"shape \(\d+, 4\), whose dim 0 has positions merged.*a dim of their own"):
+            ours()
+        return
+    graph, params = nnx.split(Merging(order), nnx.Param)
+    wanted, grads = jax.value_and_grad(lambda params: of_merged(nnx.merge(graph, params), batch))(params)
+    found = ours()
+    np.testing.assert_allclose(found[0], wanted, rtol=1e-10)
+    compare = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-11)
+    jax.tree.map(compare, jax.tree.map(np.asarray, found[1]), nnx.to_pure_dict(grads))
 
 
 def test_a_loop_from_plain_zeros_may_carry_rows_where_an_axis_of_rows_has_one_rank():

@@ -115,13 +115,19 @@ def test_a_plain_number_in_microbatches_means_the_whole_batch_and_all_positions(
     np.testing.assert_allclose(found["grad_norm"], optax.tree.norm(nnx.to_pure_dict(grads)), rtol=1e-5)
 
 
-def test_what_needs_other_microbatches_is_refused_and_two_sweeps_are_not_offered_where_positions_are_split():
-    for loss_fn in (plain_loss, ax.mixing_rows(plain_loss, two_sweeps=True)):
-        trainer = ax.Trainer(sequences(accumulate=2), optax.sgd(0.1), loss_fn)
-        with pytest.raises(
-            ValueError, match=r"reduce_max \(line \d+ of .*, plain_loss\).*two sweeps do not split positions"
-        ):
-            trainer.step(batch_of())
+def test_what_needs_other_microbatches_is_refused_unless_it_may_take_two_sweeps():
+    trainer = ax.Trainer(sequences(accumulate=2), optax.sgd(0.1), plain_loss)
+    with pytest.raises(ValueError, match=r"reduce_max \(line \d+ of .*, plain_loss\).*two_sweeps=True"):
+        trainer.step(batch_of())
+    wanted, metrics = plain_loss(Words(), batch_of())
+    grads = nnx.grad(lambda model: plain_loss(model, batch_of())[0])(Words())
+    for settings in MICRO:
+        degrees = {"seq": 2, "pipe" if "pipe" in settings else "data": 2}
+        twice = ax.mixing_rows(plain_loss, two_sweeps=True)
+        found = ax.Trainer(sequences(degrees, **settings), optax.sgd(0.1), twice).step(batch_of())
+        for name, value in {"loss": wanted, **metrics}.items():
+            np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(found["grad_norm"], optax.tree.norm(nnx.to_pure_dict(grads)), rtol=1e-5)
 
 
 def test_a_plain_number_of_replicas_positions_is_refused_as_nobody_can_tell_a_mean_from_a_sum():

@@ -134,14 +134,13 @@ def in_microbatches(asked: Asked, decided: Decided, *, two_sweeps: bool) -> Deci
         division = divided(whole.program, places, dependent, asked.groups, calls)
         return finishing(replace(decided, division=division))
     except Mixing as mixing:
-        if two_sweeps and not whole.changed and not _has_positions(asked):
+        if two_sweeps and not whole.changed:
             return _swept_twice(decided, places, dependent, asked.groups, calls)
         name, line = mixing.args
-        again = "allow one more forward that keeps what the model makes (ax.mixing_rows(loss_fn, two_sweeps=True)), "
         raise ValueError(
             f"the loss needs what the model makes of other microbatches: {name} ({line or 'no line known'}) is not a sum "
-            f"over rows. Take all rows at once (accumulate=1, num_microbatches=1), {again * (not _has_positions(asked))}or "
-            "return ax.WeightedMean(total, weight)" + " (two sweeps do not split positions)" * _has_positions(asked)
+            "over rows. Take all rows at once (accumulate=1, num_microbatches=1), allow one more forward that keeps what "
+            "the model makes (ax.mixing_rows(loss_fn, two_sweeps=True)), or return ax.WeightedMean(total, weight)"
         ) from None
 
 

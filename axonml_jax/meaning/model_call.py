@@ -23,10 +23,11 @@ from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.model_call import PRIMITIVE, Transformed, model_call
 from axonml_jax.compat.row_keys import Drawn, drawn_by_rows
 from axonml_jax.compat.varying_types import varying_axes
+from axonml_jax.meaning.following import Following
 from axonml_jax.meaning.places import SUM, Group, Place, Places, Split
 from axonml_jax.meaning.values import Ranks, Value
 from axonml_jax.model.view import BoundLinen, Functional, Mode, Variables
-from axonml_jax.program.program import Equation
+from axonml_jax.program.program import Equation, all_but_named, read_program
 
 Path = tuple[Any, ...]
 
@@ -45,6 +46,7 @@ class Call:
       out_treedef, out_rest: of what is returned, likewise.
       changed: the paths of the changed variables.
       draws: what is drawn in it, where keys are those of rows (`compat/row_keys.py`).
+      traced: its trace, of the variables, a key and the arrays, flat: it is read where shapes do not say enough.
     """
 
     path: Path
@@ -57,12 +59,19 @@ class Call:
     out_rest: tuple[Any, ...]
     changed: tuple[Path, ...]
     draws: tuple[Drawn, ...] = ()
+    traced: Any = None
 
     def alike(self, other: "Call") -> bool:
         """Whether another is the same call, perhaps at other shapes."""
         count = lambda call: (len(call.given), len(call.made))
         same = (self.path, self.method, self.treedef) == (other.path, other.method, other.treedef)
         return same and self.changed == other.changed and count(self) == count(other)
+
+    def followed(self, given: Sequence[Places], groups: Sequence[Group]) -> list[Places]:
+        """The places of its results as the model's own operations make them of its operands."""
+        program, following = read_program(self.traced, all_but_named), Following(groups)
+        fixed = [following.none] * (len(program.inputs) - len(given))
+        return following.program(program, [*fixed, *given])
 
     def run(self, bound: Any, arrays: Sequence[Any]) -> list[Any]:
         """The results of the call of a bound model, on other arrays."""
@@ -146,7 +155,7 @@ class Calls:
         made, given = traced.made, tuple(jax.typeof(x) for x in arrays)
         drawn = drawn_by_rows(self.key, traced.jaxpr)
         out = seen["treedef"], seen["rest"]
-        call = Call(path, method, treedef, rest, given, tuple(made), *out, tuple(seen["new"]), drawn)
+        call = Call(path, method, treedef, rest, given, tuple(made), *out, tuple(seen["new"]), drawn, traced.jaxpr)
         self.noted.append(call)
         results = model_call(len(self.noted) - 1, arrays, made)
         own = [tuple(varying_axes(aval) - set(self.axes)) for aval in made]
@@ -323,8 +332,8 @@ class RealCalls:
         if self.local is not None and len(self.groups) > 1:
             places = self.places(number)
         else:
-            pairs = zip(made, call.made, strict=True)
-            places = [self._of_result(a, places_of(a.shape, jnp.shape(x), self.groups)) for x, a in pairs]
+            shapes = [places_of(a.shape, jnp.shape(x), self.groups) for x, a in zip(made, call.made, strict=True)]
+            places = self._of_results(call, wanted, shapes)
         held = zip(made, call.made, places, strict=True)
         return [self._held(x, aval, at, run.ranks) for x, aval, at in held]
 
@@ -340,15 +349,27 @@ class RealCalls:
         """
         if self.local is None:
             raise Unclear
-        locals_made = zip(*(local[number].made for local in self.local), strict=True)
-        return [
-            self._of_result(a, [place_of(a.shape, x.shape, group) for x, group in zip(own, self.groups, strict=True)])
-            for a, own in zip(self.whole[number].made, locals_made, strict=True)
+        call, locals_made = self.whole[number], zip(*(local[number].made for local in self.local), strict=True)
+        shapes = [
+            [place_of(a.shape, x.shape, group) for x, group in zip(own, self.groups, strict=True)]
+            for a, own in zip(call.made, locals_made, strict=True)
         ]
+        return self._of_results(call, self.wanted(number, ()), shapes)
 
-    def _of_result(self, aval: Any, places: Sequence[Place]) -> Places:
-        inexact = jnp.issubdtype(aval.dtype, jnp.inexact)
-        return tuple(SUM if place is None and inexact else place for place in places)
+    def _of_results(
+        self, call: Call, given: Sequence[Places], shapes: Sequence[Sequence[Split | None]]
+    ) -> list[Places]:
+        """The places of a call's results, of which shapes tell which dims are split."""
+        found: list[list[Place]] = [list(places) for places in shapes]
+        for k, group in enumerate(self.groups):
+            split = [(aval, at[k]) for aval, at in zip(call.given, given, strict=True) if isinstance(at[k], Split)]
+            sizes = {aval.shape[place.dim] for aval, place in split if isinstance(place, Split)}
+            merged = [n for n, aval in enumerate(call.made) if _is_merged(aval, shapes[n][k], sizes)]
+            followed = call.followed([(at[k],) for at in given], (group,)) if merged else []
+            for n in merged:
+                found[n][k] = _in_order(call.made[n], shapes[n][k], followed[n][0], group)
+        none = [SUM if jnp.issubdtype(aval.dtype, jnp.inexact) else None for aval in call.made]
+        return [tuple(x if place is None else place for place in at) for x, at in zip(none, found, strict=True)]
 
     def wanted(self, number: int, given: Sequence[Places]) -> list[Places]:
         """The places of a call's operands: those that the trace at a rank's shapes shows.
@@ -382,6 +403,28 @@ class RealCalls:
         if all(places):
             return ranks.held(x, places, aval.shape)
         return Value(aval.shape, aval.dtype, (None,) * len(places), lambda _: no_mean(aval))
+
+
+def _is_merged(aval: Any, place: Split | None, sizes: set[int]) -> bool:
+    """Whether a dim is longer than what was split: other dims are merged with it, in an order that shapes do not tell."""
+    return place is not None and not any(size % aval.shape[place.dim] == 0 for size in sizes)
+
+
+def _in_order(aval: Any, place: Split | None, followed: Place, group: Group) -> Split:
+    """How a merged dim is split, as the model's own operations tell.
+
+    Raises:
+      ValueError: where they do not.
+    """
+    assert place is not None
+    if isinstance(followed, Split) and followed.dim == place.dim:
+        return followed
+    what, axes = "positions" if group.positions else "rows", ", ".join(group.axes)
+    raise ValueError(
+        f"the model returns an array of shape {tuple(aval.shape)}, whose dim {place.dim} has {what} "
+        f"merged with other dims, and it cannot be told in which order: ranks along {axes} have parts "
+        "of it. Return them as a dim of their own (the loss may reshape it), or return ax.WeightedMean(total, weight)"
+    )
 
 
 def _alike(whole: Sequence[Call], local: Sequence[Call]) -> bool:

@@ -5,6 +5,7 @@ by these results. The second runs the model again and gives every microbatch the
 2021). The price is one more forward, and the results of all microbatches in memory.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,8 @@ import jax.numpy as jnp
 
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.meaning.interpreter import Interpreter
-from axonml_jax.meaning.model_call import RealCalls, no_mean, place_of
-from axonml_jax.meaning.places import SUM, Group
+from axonml_jax.meaning.model_call import RealCalls, no_mean
+from axonml_jax.meaning.places import SUM, Places, Split, local_outer
 from axonml_jax.meaning.values import Ranks, Value
 from axonml_jax.model.loss import Loss, WeightedMean
 from axonml_jax.program.program import Program, made_by, names_of
@@ -83,8 +84,8 @@ def of_all_rows(
     values: Sequence[Value],
     read: Mapping[int, jax.Array],
     results: Sequence[jax.Array],
+    places: Sequence[Places],
     ranks: Ranks,
-    small: Group,
 ) -> Swept:
     """The loss of all rows from what the model made of them, and its gradients.
 
@@ -94,19 +95,20 @@ def of_all_rows(
       values: its inputs, of all this rank's rows.
       read: the inputs that are differentiated by, by their place among the values.
       results: of the model's calls, [count, ...] each.
+      places: of these results, for all microbatches of all ranks, and for positions.
       ranks: the ranks.
-      small: all microbatches of all ranks.
 
     Communicates: what the loss's meaning needs, and its transpose.
     """
     numbers = calls_of(program)
+    at = dict(zip(numbers, places, strict=True))
     moves = [jnp.issubdtype(x.dtype, jnp.inexact) for x in results]
     fixed = {n: x for n, x, own in zip(numbers, results, moves, strict=True) if not own}
     differentiated = [n for n, own in zip(numbers, moves, strict=True) if own]
 
     def total(results: list[jax.Array], beside: list[jax.Array]) -> tuple[jax.Array, Loss]:
         stacks = fixed | dict(zip(differentiated, results, strict=True))
-        known = {n: _joined(stacks[n], program.avals[n], ranks, small) for n in numbers}
+        known = {n: _joined(stacks[n], program.avals[n], at[n], ranks) for n in numbers}
         given = list(values)
         for k, x in zip(read, beside, strict=True):
             given[k] = ranks.held(x, given[k].places, given[k].shape)
@@ -120,18 +122,21 @@ def of_all_rows(
     return Swept(of_results, of_read, sums)
 
 
-def _joined(stack: jax.Array, aval: Any, ranks: Ranks, small: Group) -> Value:
+def _joined(stack: jax.Array, aval: Any, places: Places, ranks: Ranks) -> Value:
     """Results of microbatches, behind each other along their rows; floating ones without rows are the mean."""
-    (group,), own = ranks.groups, stack.shape[1:]
-    place = place_of(aval.shape, own, small)
-    if place is not None:
-        joined = jnp.moveaxis(stack, 0, place.dim)
-        joined = joined.reshape(*own[: place.dim], -1, *own[place.dim + 1 :])
-        return ranks.held(joined, (place if group.ranks > 1 else None,), aval.shape)
-    if not jnp.issubdtype(aval.dtype, jnp.inexact):
-        return Value(aval.shape, aval.dtype, (None,), lambda _: no_mean(aval))
-    mean = ranks.vary(stack.mean(0) / group.ranks)
-    return Value(aval.shape, aval.dtype, (SUM if group.ranks > 1 else None,), lambda _: mean)
+    if None in places:
+        return Value(aval.shape, aval.dtype, ranks.none, lambda _: no_mean(aval))
+    held = tuple(None if group.ranks == 1 else place for group, place in zip(ranks.groups, places, strict=True))
+    array = _in_rows(stack, places, ranks) if isinstance(places[0], Split) else stack.mean(0)
+    parts = math.prod(group.ranks for group, place in zip(ranks.groups, held, strict=True) if place == SUM)
+    return ranks.held(array / parts if SUM in held else array, held, aval.shape)
+
+
+def _in_rows(stack: jax.Array, places: Places, ranks: Ranks) -> jax.Array:
+    """[count, ...] -> one after the other along the dim of rows, inside of what is merged with it further out."""
+    own, dim, outer = stack.shape[1:], places[0].dim, local_outer(places, ranks.groups, 0)
+    seen = stack.reshape(len(stack), *own[:dim], outer, own[dim] // outer, *own[dim + 1 :])
+    return jnp.moveaxis(seen, 0, dim + 1).reshape(*own[:dim], -1, *own[dim + 1 :])
 
 
 def second(swept: Swept, number: jax.Array, results: Sequence[jax.Array], beside: Sequence[jax.Array]) -> jax.Array:

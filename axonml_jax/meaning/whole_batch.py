@@ -144,8 +144,7 @@ class WholeBatch:
 
     @property
     def _among_positions(self) -> tuple[Group, ...]:
-        there = self.positions is not None and self.positions.ranks > 1
-        return (self.positions,) if there else ()
+        return () if self.positions is None or self.positions.ranks == 1 else (self.positions,)
 
     @property
     def _alone(self) -> tuple[str, ...]:
@@ -282,13 +281,16 @@ class WholeBatch:
           results: of the first sweep, stacked.
           batches: what `microbatches` returned.
         """
-        asked, decided = self._on_rank(Asked((self.group,), self.split, *asked_of, rows)), batches.plan
-        ranks, program = Ranks((self.group,), self.most_gathered), decided.whole.program
-        number = len(calls_of(program))
+        groups, decided = (self.group, *self._among_positions), batches.plan
+        asked = self._on_rank(Asked(groups, self.split, *asked_of, rows, self.seeing_whole, self._alone))
+        ranks, program = Ranks(groups, self.most_gathered, self._alone), decided.whole.program
+        calls = RealCalls(None, decided.whole.noted, decided.noted, (self._group(batches.count), *groups[1:]))
+        places = [each for k in range(len(calls.whole)) for each in calls.places(k)]
+        number = len(places)
         beside = {k: x[0] for k, x in zip(self._beside(asked, batches), results[number:], strict=True)}
         loss_of = lambda outputs: decided.whole.out_tree.unflatten(outputs)[0]
         values = _values(ranks, asked, decided.whole)
-        swept = of_all_rows(program, loss_of, values, beside, results[:number], ranks, self._group(batches.count))
+        swept = of_all_rows(program, loss_of, values, beside, results[:number], places, ranks)
         each = lambda x: jnp.broadcast_to(x, (batches.count, *x.shape))
         stacked = replace(swept, read=list(map(each, swept.read)), loss=jax.tree.map(each, swept.loss))
         return replace(batches, swept=stacked)
