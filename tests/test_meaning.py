@@ -144,6 +144,19 @@ def mapped_sum(net, b):
     return nll(jax.vmap(net)(b["x"]), b["y"]).sum()
 
 
+def scaled(net, b):
+    """A number of the batch without rows, before and after the one sum."""
+    return jnp.sqrt((nll(net(b["x"]), b["y"]) * b["scale"]).mean()) * b["scale"], {"scale": b["scale"] * 2}
+
+
+def test_a_number_that_a_batch_has_beside_its_rows_is_read_before_and_after_microbatches():
+    batch = batch_of(16) | {"scale": np.float64(3.0)}
+    model = ax.parallelize(Net(nnx.Rngs(0)), mesh_of(data=2), ax.Plan(accumulate=2))
+    (found, metrics), _ = model.value_and_grad(scaled)(batch)
+    np.testing.assert_allclose(found, scaled(Net(nnx.Rngs(0)), batch)[0], rtol=1e-10)
+    np.testing.assert_allclose(metrics["scale"], 6.0)
+
+
 def test_a_loss_that_maps_the_model_is_taken_in_microbatches_where_it_is_proven_a_mean_and_refused_elsewhere():
     assert cell(mapped, plain(mapped, 32), 32, "ddp, accumulate", linen=False, check_vma=False) < 1e-9
     assert "two sums" in cell(mapped_sum, plain(mapped_sum, 16), 16, "ddp, accumulate", linen=False, check_vma=False)

@@ -110,6 +110,7 @@ def divided(
     walk = _Divider(groups, calls)
     walk.env = dict.fromkeys(program.constants, walk.none)
     walk.env.update(zip(program.inputs, places, strict=True))
+    walk.constants = set(program.constants)
     walk.dependent = {number for number, own in zip(program.inputs, dependent, strict=True) if own}
     calls_made = [number for equation in program.equations if calls_model(equation) for number in equation.outputs]
     for equation in made_by(program.equations, calls_made if only_calls else [*program.outputs, *calls_made]):
@@ -123,6 +124,7 @@ class _Divider(Watching):
     def __init__(self, groups: Sequence[Group], calls: Any):
         super().__init__(groups, calls)
         self.env: dict[int, Places] = {}
+        self.constants: set[int] = set()
         self.dependent: set[int] = set()
         self.early: set[int] = set()
         self.late: set[int] = set()
@@ -159,7 +161,7 @@ class _Divider(Watching):
         if calls_model(equation) or any(self.env[number][0] != SUM for number in model):
             raise Mixing(equation.name, equation.op.line)
         self.late.update(model)
-        self._make_early([number for number in own if number not in self.dependent and any(self.env[number])])
+        self._make_early([number for number in own if number not in self.dependent | self.constants])
         self.after.update(equation.outputs)
         self.env.update(dict.fromkeys(equation.outputs, self.none))
 
