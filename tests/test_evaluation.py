@@ -242,6 +242,8 @@ def test_predictions_without_rows_and_batches_that_do_not_say_what_the_model_get
         trainer.predict([batch_of(8)], lambda model, batch: {"mean": model(batch["x"]).mean(0)})
     with pytest.raises(ValueError, match=r"no rows there: .*turned"):
         trainer.predict([batch_of(8)], lambda model, batch: {"turned": model(batch["x"]).swapaxes(0, 1)})
+    with pytest.raises(ValueError, match=r"no rows there: \{'output': \(\d+,\)\}"):
+        trainer.predict([batch_of(8)], lambda model, batch: model(batch["x"]).reshape(-1))
     with pytest.raises(TypeError, match=r"predict_fn=lambda model, batch: model\(batch"):
         trainer.predict([batch_of(8)])
     with pytest.raises(ValueError, match="no batches to predict on"):

@@ -61,6 +61,11 @@ REFUSED = {
         r"shape \(\) and dtype int.*without a batch dim.*float",
     ),
     "pairs of examples": (lambda y: y @ y.T, r"several batch dims \(shape \(2, 2\)\)"),
+    "rows inside of another dim": (
+        lambda y: {"out": jnp.stack([y, y + 1]).reshape(-1, y.shape[1])},
+        r"rows merged with other dims: \{'out': 'dim 0 of \(4, 3\) on a rank'\}.*dims of their own",
+    ),
+    "two copies of all rows": (lambda y: jnp.concatenate([y, y + 1]), "rows merged with other dims"),
 }
 
 

@@ -100,12 +100,19 @@ def accumulated_loss(model, batch):
     return (1 + each.sum() / mask.sum()) ** 0.5, {"sum": out.sum(), "count": (mask > 0).sum(), "last": out[:, -1].sum()}
 
 
-MICRO = {"accumulate": 2}, {"pipe": ax.Pipelined(num_microbatches=2)}
+PIPE = {"pipe": ax.Pipelined(num_microbatches=2)}
+MICRO = {
+    "accumulated": ({"data": 2, "seq": 2}, {"accumulate": 2}),
+    "pipeline": ({"pipe": 2, "seq": 2}, PIPE),
+    "seq alone": ({"seq": 2}, {"accumulate": 4}),
+    "one rank": ({"seq": 1}, {"accumulate": 2}),
+    "all at once": ({"seq": 2}, {}),
+}
 
 
-@pytest.mark.parametrize("settings", MICRO, ids=["accumulated", "pipeline"])
-def test_a_plain_number_in_microbatches_means_the_whole_batch_and_all_positions(settings):
-    degrees = {"seq": 2, "pipe" if "pipe" in settings else "data": 2}
+@pytest.mark.parametrize("plan", MICRO)
+def test_a_plain_number_in_microbatches_means_the_whole_batch_and_all_positions(plan):
+    degrees, settings = MICRO[plan]
     trainer = ax.Trainer(sequences(degrees, **settings), optax.sgd(0.1), accumulated_loss)
     wanted, metrics = accumulated_loss(Words(), batch_of())
     grads = nnx.grad(lambda model: accumulated_loss(model, batch_of())[0])(Words())
@@ -121,13 +128,24 @@ def test_what_needs_other_microbatches_is_refused_unless_it_may_take_two_sweeps(
         trainer.step(batch_of())
     wanted, metrics = plain_loss(Words(), batch_of())
     grads = nnx.grad(lambda model: plain_loss(model, batch_of())[0])(Words())
-    for settings in MICRO:
-        degrees = {"seq": 2, "pipe" if "pipe" in settings else "data": 2}
+    for degrees, settings in (MICRO["accumulated"], MICRO["pipeline"]):
         twice = ax.mixing_rows(plain_loss, two_sweeps=True)
         found = ax.Trainer(sequences(degrees, **settings), optax.sgd(0.1), twice).step(batch_of())
         for name, value in {"loss": wanted, **metrics}.items():
             np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
         np.testing.assert_allclose(found["grad_norm"], optax.tree.norm(nnx.to_pure_dict(grads)), rtol=1e-5)
+
+
+def test_outputs_with_rows_merged_with_positions_are_refused_by_a_call():
+    class Merged(Words):
+        def __call__(self, tokens):
+            return super().__call__(tokens).reshape(-1, WIDTH)
+
+    model = ax.parallelize(Merged(), plain_mesh_of({"data": 2, "seq": 2}), ax.Plan(axes=SEQ))
+    with pytest.raises(
+        ValueError, match=r"rows merged with other dims: \{'output': 'dim 0 of \(\d+, \d+\) on a rank'\}.*own"
+    ):
+        model(batch_of()["tokens"])
 
 
 def test_a_plain_number_of_replicas_positions_is_refused_as_nobody_can_tell_a_mean_from_a_sum():

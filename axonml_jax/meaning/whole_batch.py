@@ -299,8 +299,8 @@ class WholeBatch:
         """A rank's rows, which are the whole batch's where there is one rank."""
         if self.group.ranks > 1:
             return asked
-        along = () if self.positions is None else self.positions.axes
-        split = lambda path, shape: {dim: axes for dim, axes in self.split(path, shape).items() if axes == along}
+        along = {group.axes for group in self._among_positions}
+        split = lambda path, shape: {dim: axes for dim, axes in self.split(path, shape).items() if axes in along}
         return replace(asked, split=split)
 
     def _second(self, asked: Asked, batch: Microbatch) -> tuple[Loss, PyTree]:

@@ -23,7 +23,7 @@ from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.model.loss import per_weight, weighted_names
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement, key_number, parts_of, reading
-from axonml_jax.program.program import read_program
+from axonml_jax.program.program import all_but_named, read_program
 from axonml_jax.program.values import SAME, differing
 from axonml_jax.sharding.batch import BatchLayout, check_batch, filled_up, number_of_rows, rows_of
 from axonml_jax.sharding.layout import is_layout, place, to_device_memory, to_host, to_host_memory
@@ -359,11 +359,8 @@ class EvalStep:
         key = jax.random.key(0)
         if placement.plan.draws == "shards":
             key = shard_key(key, 0, key_number(placement))
-        one = (
-            placement.batch_layout.common_count(batch, placement.plan.microbatches)
-            == placement.ranks(placement.axes.rows)
-            == 1
-        )
+        count = placement.batch_layout.common_count(batch, placement.plan.microbatches)
+        one = count == placement.ranks(placement.axes.rows) == 1 and not placement.axes.positions
         objective = (
             replace(self.objective, whole=None) if one else self.objective
         )  # all rows at once are the whole batch
@@ -626,6 +623,7 @@ class Forward:
         placement, key = self.placement, jax.random.key(0)
         parts, dims = self._batch_dims(variables, arrays, static)
         split = self._position_dims(parts, dims, variables, arrays, static)
+        self._refuse_merged(parts, dims, split, arrays, static)
         splitting = {axis: placement.degrees.get(axis, 1) for axis in SPLITTING if axis not in placement.left}
         if all(degree == 1 for degree in splitting.values()):
             return dims, split, jax.tree.map(lambda _: (), dims)
@@ -702,6 +700,42 @@ class Forward:
         small = self._outputs(variables, arrays, static, layout)
         large = self._outputs(variables, {name: more(x) for name, x in arrays.items()}, static, layout)
         return small, jax.tree.map(_growing_dim, small, large)
+
+    def _refuse_merged(self, parts: PyTree, dims: PyTree, split: PyTree, arrays: Arrays, static: tuple) -> None:
+        """Refuse outputs whose dim of rows is merged with others such that ranks' parts do not stand behind each other."""
+        from axonml_jax.meaning.places import Group, Split
+
+        rows, along = self.placement.batch_layout.rows, _named(split)
+        shapes = {name: x.shape for name, x in named_leaves(parts).items()}
+        at = {name: dim for name, dim in named_leaves(dims).items() if dim >= 0}
+        wrong = {name: dim for name, dim in at.items() if dim in along.get(name, {})}
+        ranks = self.placement.ranks(rows)
+        own = next((x.shape[0] // ranks for x in arrays.values() if x.ndim), 1)
+        merged = {name: dim for name, dim in at.items() if shapes[name][dim] > own and ranks > 1}
+        if merged and not wrong:
+            followed = self._followed(Group(rows, ranks), Split(0), arrays, static)
+            wrong = {name: dim for name, dim in merged.items() if followed[name] != (Split(dim),)}
+        if wrong := {name or "output": f"dim {dim} of {shapes[name]} on a rank" for name, dim in wrong.items()}:
+            raise ValueError(
+                f"these outputs have rows merged with other dims: {wrong}, and it cannot be told that ranks have them one "
+                "after the other. Return rows (and positions) as dims of their own"
+            )
+
+    def _followed(self, group: Any, place: Any, arrays: Arrays, static: tuple) -> dict[str, Any]:
+        """How a group of ranks holds each output, as the model's operations make it of arrays with rows at a place."""
+        from axonml_jax.meaning.following import Following
+
+        names, own = [], replace(self.mode, batch_norm_axes=())
+
+        def alone(variables: Variables, key: jax.Array, arrays: Arrays) -> list[Any]:
+            out = named_leaves(self._call(variables, key, arrays, static, own, alone=True)[0])
+            names[:] = out
+            return list(out.values())
+
+        program = read_program(trace(alone, self.model.shapes, jax.random.key(0), arrays).jaxpr, all_but_named)
+        given = [(place,) if np.ndim(x) else (None,) for x in jax.tree.leaves(arrays)]
+        fixed = [(None,)] * (len(program.inputs) - len(given))
+        return dict(zip(names, Following((group,)).program(program, [*fixed, *given]), strict=True))
 
     def _outputs(self, variables: Variables, arrays: Arrays, static: tuple, layout: BatchLayout) -> PyTree:
         """One rank's outputs, of a batch that is split so."""
@@ -821,9 +855,14 @@ class Predict:
         """
         layout = self.placement.batch_layout
         rows = number_of_rows(replace(layout, positions=()), batch)
-        out, _ = self._forward(variables, self._key, (filled_up(batch, -rows % layout.row_degree),), {})
-        dims = named_leaves(self._forward.row_dims)
-        if wrong := {name or "output": np.shape(x) for name, x in named_leaves(out).items() if dims[name] != 0}:
+        more = -rows % layout.row_degree
+        out, _ = self._forward(variables, self._key, (filled_up(batch, more),), {})
+        dims, shapes = (
+            named_leaves(self._forward.row_dims),
+            {name: np.shape(x) for name, x in named_leaves(out).items()},
+        )
+        has_rows = lambda name, shape: dims[name] == 0 and shape[0] == rows + more
+        if wrong := {name or "output": shape for name, shape in shapes.items() if not has_rows(name, shape)}:
             raise ValueError(
                 f"predictions are one for every row of a batch, in dim 0, but these have no rows there: {wrong}. Leave "
                 "them out of what predict_fn returns, or move the dim of rows to the front; trainer.evaluate gives numbers of "
