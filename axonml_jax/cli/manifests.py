@@ -222,9 +222,10 @@ def _skypilot(job: Job) -> tuple[str, dict[str, Any]]:
     resources: dict[str, Any] = {"accelerators": f"{_OF_SKY[job.kind.name]}:{job.gpus}"}
     resources |= {"image_id": f"docker:{job.image}"} if job.image else {}
     recovery = {"strategy": "FAILOVER", "max_restarts_on_errors": RESTARTS}
-    setup = {} if job.image else {"setup": 'pip install axonml-jax "jax[cuda13]"'}
+    setup = {} if job.image else {"setup": 'pip install . "jax[cuda13]"'}
     said = f"""\
-sky jobs launch FILE; it brings the working directory along, and the bucket {job.claim} as {job.folder}.
+sky jobs launch FILE; it brings the working directory along{"" if job.image else ", a clone of axonml_jax that setup installs"},
+and the bucket {job.claim} as {job.folder}.
 Machines that are taken away are replaced, a failure starts again {RESTARTS} times; both go on from the checkpoint."""
     return said, {
         "name": job.name,
