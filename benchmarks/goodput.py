@@ -1,6 +1,6 @@
 """Goodput of a simulated week, by number of devices, way of recovery and interval between copies.
 
-    python benchmarks/goodput.py [--failures llama3] [--weeks 200] [--picture docs/guides/pictures/goodput.svg]
+    python benchmarks/goodput.py [--failures llama3] [--weeks 200] [--picture docs/guides/pictures/goodput.png]
     python benchmarks/goodput.py --measure 3
 
 The first prints the table of docs/reliability.md and draws it; every cell is the mean of simulated weeks, and must
