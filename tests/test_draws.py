@@ -117,6 +117,20 @@ def test_a_check_and_a_test_of_a_model_compare_dropout():
     ax.testing.assert_equals_single_device(Noisy(rngs=nnx.Rngs(0)), masked, BATCH, plan, mesh=mesh_of(fsdp=2), steps=2)
 
 
+class Dropping(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.layer, self.drop = nnx.Linear(6, 3, rngs=rngs, param_dtype=jnp.float64), nnx.Dropout(0.4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.drop(self.layer(x))
+
+
+def test_by_shards_a_second_call_of_a_loss_draws_further_in_a_plan_and_in_the_oracle():
+    plan = ax.Plan(accumulate=2)
+    ax.testing.assert_equals_single_device(Dropping(), masked, [BATCH, BATCH], plan, mesh=mesh_of(data=2))
+
+
 class Noise(nnx.Module):
     """Adds what a function draws."""
 

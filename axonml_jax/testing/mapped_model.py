@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from axonml_jax.base import PyTree, is_array
 from axonml_jax.model.view import BoundLinen, Functional, Mode, Variables
@@ -31,6 +32,7 @@ class MappedModel:
         self._model, self._mode, self._variables, self._axis, self._rows = model, mode, variables, axis, rows
         self._together = together
         self.states, self._keys, self._calls = states, jnp.stack(keys), 0
+        self._streams: PyTree = None
         self._plain = model.bind(variables, keys[0], mode)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,18 +54,22 @@ class MappedModel:
         parts = [jnp.reshape(x, (count, -1, *jnp.shape(x)[1:])) for x, own in zip(leaves, split, strict=True) if own]
         number, seen = self._calls, {}
 
-        def call(key: Any, state: PyTree, parts: list) -> tuple[list, PyTree]:
+        def call(key: Any, kept: tuple[PyTree, PyTree], parts: list) -> tuple[list, tuple[PyTree, PyTree]]:
+            state, streams = kept
             bound = self._model.bind(Variables(self._variables.params, self._variables.frozen, state), key, self._mode)
             if isinstance(bound, BoundLinen):
                 bound._calls = number
+            elif streams is not None:  # random streams go on where the call before has left them
+                nnx.update(bound, streams)
             given = iter(parts)
             args, kwargs = treedef.unflatten([next(given) if own else x for x, own in zip(leaves, split, strict=True)])
             out = getattr(bound, name)(*args, **kwargs)
             seen["treedef"] = jax.tree.structure(out)
             seen["rest"] = [None if is_array(x) else x for x in jax.tree.leaves(out)]
-            return [x for x in jax.tree.leaves(out) if is_array(x)], self._model.state_of(bound)
+            after = None if isinstance(bound, BoundLinen) else nnx.to_pure_dict(nnx.state(bound, nnx.RngState))
+            return [x for x in jax.tree.leaves(out) if is_array(x)], (self._model.state_of(bound), after)
 
-        made, self.states = self._each(call, parts)
+        made, (self.states, self._streams) = self._each(call, parts)
         self._calls += 1
         joined = iter([self._joined(x, call, parts, k) for k, x in enumerate(made)])
         return seen["treedef"].unflatten([next(joined) if x is None else x for x in seen["rest"]])
@@ -71,9 +77,10 @@ class MappedModel:
     def _each(self, call: Callable, parts: list) -> tuple[list, PyTree]:
         """The call of every shard, stacked: one after the other, but where layers join the shards."""
         if self._together:
-            return jax.vmap(call, axis_name=self._axis)(self._keys, self.states, parts)
+            return jax.vmap(call, axis_name=self._axis)(self._keys, (self.states, self._streams), parts)
         one = lambda tree, i: jax.tree.map(lambda x: x[i], tree)
-        each = [call(key, one(self.states, i), one(parts, i)) for i, key in enumerate(self._keys)]
+        kept = (self.states, self._streams)
+        each = [call(key, one(kept, i), one(parts, i)) for i, key in enumerate(self._keys)]
         return jax.tree.map(lambda *x: jnp.stack(x), *each)
 
     def _joined(self, x: jax.Array, call: Callable, parts: list, k: int) -> jax.Array:
