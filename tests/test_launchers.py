@@ -4,8 +4,10 @@ import json
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
+from axonml_jax.mesh import init as initialize
 from axonml_jax.mesh.init import describe_launch, own_gpu
 from axonml_jax.mesh.launchers import ALONE, LAUNCHERS, LaunchEnvironment, launch_environment, reserved
 
@@ -103,11 +105,61 @@ def test_variables_that_contradict_are_refused_by_name(name):
             launch_environment(environ | {"PMI_SIZE": "16"})
 
 
+WORDS = ("", "abc", "-1", " 2 ", "1.5", "[", "a[", ",", ":", "0", "9" * 5000)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_no_variable_that_says_nonsense_ends_in_an_error_of_pythons_or_in_a_process_alone(name):
+    for environ in processes(name):
+        for changed in ({**environ, variable: word} for variable in environ for word in WORDS):
+            try:
+                launch = describe_launch(changed, None, None, None)
+            except ValueError as error:
+                assert type(error) is ValueError  # not a kind of it, of a codec or of JSON
+                assert not re.match("invalid literal|Exceeds", str(error)), (changed, error)
+            else:
+                assert launch is not None or name not in JOINABLE, changed
+
+
+ELSEWHERE = {
+    "the second node of one": ("skypilot", {"SKYPILOT_NUM_NODES": "1"}, "process 1 of 1 .*SKYPILOT_NUM_NODES=1"),
+    "the second task of one": ("slurm_srun", {"SLURM_STEP_NUM_TASKS": "1"}, "process 1 of 1 .*SLURM_PROCID=1"),
+    "the eighth node of two": (
+        "aws_batch_mnp",
+        {"AWS_BATCH_JOB_NODE_INDEX": "7"},
+        "AWS_BATCH_JOB_NODE_INDEX=7 .*are 2",
+    ),
+    "a main node that is none": ("aws_batch_mnp", {"AWS_BATCH_JOB_MAIN_NODE_INDEX": "7"}, "MAIN_NODE_INDEX=7 .*are 2"),
+    "another job's process": ("xpk_cpu_two_jobs", {"JOB_COMPLETION_INDEX": "1"}, "JOB_COMPLETION_INDEX=1 .*are 1"),
+    "another slice's worker": (
+        "gke_tpu_multislice",
+        {"TPU_WORKER_ID": "1", "MEGASCALE_SLICE_ID": "0"},
+        "TPU_WORKER_ID=1",
+    ),
+    "a slice without number": ("gke_tpu_multislice", {"MEGASCALE_SLICE_ID": ""}, "MEGASCALE_SLICE_ID missing beside"),
+    "a slice too many": ("gke_tpu_multislice", {"MEGASCALE_SLICE_ID": "2"}, "MEGASCALE_SLICE_ID=2 .*are 2"),
+    "more here than anywhere": ("azureml_pytorch", {"LOCAL_RANK": "2"}, "local process 2 of 2"),
+    "a port by a word": ("runpod_cluster", {"PRIMARY_PORT": "abc"}, "PRIMARY_PORT='abc'"),
+    "port 0": ("xpk_gpu", {"JAX_COORDINATOR_PORT": "0"}, "JAX_COORDINATOR_PORT='0'.*from 1 to 65535"),
+    "a port of TPUs": ("gke_tpu_slice", {"JAX_COORDINATOR_PORT": "65536"}, "JAX_COORDINATOR_PORT='65536'"),
+    "hosts that are no list": ("sagemaker", {"SM_HOSTS": "algo-1"}, "SM_HOSTS='algo-1'"),
+}
+
+
+@pytest.mark.parametrize("case", ELSEWHERE)
+def test_a_place_that_no_process_or_another_one_has_is_refused_by_name(case):
+    name, changed, words = ELSEWHERE[case]
+    with pytest.raises(ValueError, match=words):
+        describe_launch(processes(name)[1] | changed, None, None, None)
+
+
 SIGNED = {
     "Kubeflow's torch runtime without a launcher": ({"PET_NNODES": "2"}, "axonml-jax launch.*PET_"),
     "elastic machines": ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4"),
     "machines of a script": ({"NNODES": "4"}, "NNODES=4"),
     "a number above 0 without a count": ({"NODE_RANK": "2"}, "NODE_RANK=2"),
+    "a worker above 0 without hosts": ({"TPU_WORKER_ID": "1"}, "TPU_WORKER_ID=1"),
+    "a process above 0 of PMIx": ({"PMIX_RANK": "1"}, "PMIX_RANK=1"),
     "slices without hosts": ({"MEGASCALE_NUM_SLICES": "2"}, "MEGASCALE_NUM_SLICES=2"),
     "Volcano's tasks": ({"VC_PS_NUM": "1", "VC_WORKER_NUM": "1"}, "VC_PS_NUM=1, VC_WORKER_NUM=1"),
     "MPICH with an address": ({"PMI_SIZE": "2", "PMI_RANK": "1"}, "mpich: MASTER_ADDR, MASTER_PORT missing"),
@@ -158,6 +210,14 @@ def test_hosts_of_a_tpu_may_stand_in_a_file(tmp_path):
     (tmp_path / "hosts").write_text("a.t:8471,b.t:8471\n")
     environ = {"TPU_PROCESS_ADDRESSES_PATH": str(tmp_path / "hosts"), "TPU_WORKER_ID": "1"}
     assert launch_environment(environ) == LaunchEnvironment("tpu", "a.t:8482", 2, 1)
+
+
+def test_a_job_that_is_joined_and_the_wish_to_be_alone_contradict(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(initialize, "joined_as", lambda: (1, 2))
+    monkeypatch.setenv(ALONE, "1")
+    with pytest.raises(ValueError, match="already 1 of 2, not alone"):
+        initialize.init()
 
 
 def test_arguments_and_the_wish_to_be_alone_contradict():

@@ -276,7 +276,9 @@ def _adopted(launch: LaunchEnvironment | None, num_processes: int | None, timeou
     if not jax.distributed.is_initialized():
         return launch
     process, count = joined_as()
-    if (num_processes == 1 and count > 1) or (launch and (launch.process_id, launch.num_processes) != (process, count)):
+    if (count > 1 and (num_processes == 1 or alone_asked(os.environ))) or (
+        launch and (launch.process_id, launch.num_processes) != (process, count)
+    ):
         wanted = f"{launch.process_id} of {launch.num_processes}" if launch else "alone"
         raise ValueError(
             f"init: this process is already {process} of {count}, not {wanted}; call ax.shutdown() in every process before "

@@ -496,7 +496,7 @@ def split_address(text: str, what: str) -> tuple[str, int]:
     rule = f"{what} is {text!r}, which is no address"
     if not host.strip("[]"):
         raise ValueError(f"{rule}: give it as 'host:port'")
-    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
+    if not (port.isascii() and port.isdecimal() and len(port) < 10 and 0 < int(port) < 2**16):
         raise ValueError(f"{rule}: port {port or repr(port)} must be a number from 1 to 65535")
     check_host(host.strip("[]"), rule)
     return host.strip("[]"), int(port)

@@ -77,9 +77,13 @@ class Address:
         host = self.first(environ[self.host])
         if re.fullmatch(r"[^:]+:\d+|\[.*\]:\d+", host):
             return host
-        port = environ.get(self.port, self.default) if isinstance(self.port, str) else self.port
+        port = self._said(environ) if isinstance(self.port, str) else self.port
         port = port(environ) if callable(port) else port
         return None if port is None else host_port(host.strip("[]"), port)  # pyright: ignore[reportArgumentType]
+
+    def _said(self, environ: Variables) -> int | None:
+        assert isinstance(self.port, str)
+        return _port(environ, self.port) if environ.get(self.port) else self.default
 
 
 def lines(text: str) -> list[str]:
@@ -117,9 +121,9 @@ def tasks_on_node(tasks_per_node: str, node: str) -> int | None:
     >>> tasks_on_node("4(x2),3", "1"), tasks_on_node("4(x2),3", "2"), tasks_on_node("", "0")
     (4, 3, None)
     """
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node)
-    counts = [int(count) for count, times in found for _ in range(int(times or 1))]
-    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
+    node_tasks = re.findall(r"(\d{1,9})(?:\(x(\d{1,6})\))?", tasks_per_node)
+    counts = [int(count) for count, times in node_tasks for _ in range(int(times or 1))]
+    return counts[int(node)] if _is_number(node) and int(node) < len(counts) else None
 
 
 def _port_of(job: int) -> int:
@@ -142,8 +146,19 @@ def _one_host_of_mpi(environ: Variables) -> str | None:
 
 def _main_node_of_aws(environ: Variables) -> str | None:
     # Its address is told to the other nodes only: it is this machine.
-    main = environ["AWS_BATCH_JOB_NODE_INDEX"] == environ.get("AWS_BATCH_JOB_MAIN_NODE_INDEX", "0")
-    return host_port(outward_address() or socket.gethostname(), PORT) if main else None
+    return host_port(outward_address() or socket.gethostname(), PORT) if _rank_of_aws(environ) == 0 else None
+
+
+def _rank_of_aws(environ: Variables) -> int:
+    # Counted from the main node, which may be any.
+    count, names = int(environ["AWS_BATCH_JOB_NUM_NODES"]), ("NODE_INDEX", "MAIN_NODE_INDEX")
+    here, main = (_index(environ, f"AWS_BATCH_JOB_{name}", "AWS_BATCH_JOB_NUM_NODES", count) for name in names)
+    return (here - main) % count
+
+
+def _rank_of_xpk(environ: Variables) -> int:
+    per_job = int(environ["PROCESSES_IN_JOB"])
+    return int(environ["JOB_INDEX"]) * per_job + _index(environ, "JOB_COMPLETION_INDEX", "PROCESSES_IN_JOB", per_job)
 
 
 def _hosts_of_tpu(environ: Variables) -> list[str]:
@@ -151,15 +166,15 @@ def _hosts_of_tpu(environ: Variables) -> list[str]:
     if path := environ.get("TPU_PROCESS_ADDRESSES_PATH"):
         try:
             return commas(Path(path).read_text("utf-8"))
-        except OSError as error:
-            raise ValueError(f"tpu: TPU_PROCESS_ADDRESSES_PATH={path}: {error.strerror}") from error
+        except (OSError, UnicodeError) as error:
+            raise ValueError(f"tpu: TPU_PROCESS_ADDRESSES_PATH={path}: {error}") from error
     return commas(environ.get("TPU_PROCESS_ADDRESSES", environ.get("TPU_WORKER_HOSTNAMES", "")))
 
 
 def _first_of_tpu(environ: Variables) -> str | None:
     # The coordinator of slices is the machine of process 0, on a port of its own; 8482 is JAX's.
     hosts = commas(environ.get("MEGASCALE_COORDINATOR_ADDRESS", "")) or _hosts_of_tpu(environ)
-    return f"{hosts[0].split(':')[0]}:{environ.get('JAX_COORDINATOR_PORT', '8482')}" if hosts else None
+    return f"{hosts[0].split(':')[0]}:{_port(environ, 'JAX_COORDINATOR_PORT', 8482)}" if hosts else None
 
 
 def _size_of_tpu(environ: Variables) -> int:
@@ -167,8 +182,11 @@ def _size_of_tpu(environ: Variables) -> int:
 
 
 def _rank_of_tpu(environ: Variables) -> int:
-    before = _number(environ, "MEGASCALE_SLICE_ID", 0) * len(_hosts_of_tpu(environ))
-    return before + _number(environ, "TPU_WORKER_ID", 0)
+    hosts, slices = len(_hosts_of_tpu(environ)), _number(environ, "MEGASCALE_NUM_SLICES", 1)
+    if slices > 1 and not environ.get("MEGASCALE_SLICE_ID"):
+        raise ValueError(f"tpu: MEGASCALE_SLICE_ID missing beside MEGASCALE_NUM_SLICES={slices}")
+    number = _index(environ, "MEGASCALE_SLICE_ID", "MEGASCALE_NUM_SLICES", slices)
+    return number * hosts + _index(environ, "TPU_WORKER_ID", "the hosts of its slice", hosts)
 
 
 def _hosts_of_sagemaker(environ: Variables) -> list[str]:
@@ -190,9 +208,26 @@ def _rank_of_sagemaker(environ: Variables) -> int:
 
 def _number(environ: Variables, name: str, default: int) -> int:
     said = environ.get(name) or str(default)
-    if not said.isdecimal():
+    if not _is_number(said):
         raise ValueError(f"{name}={said!r}: must be a non-negative integer")
     return int(said)
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) < 20  # of what has more digits Python makes no integer by default
+
+
+def _index(environ: Variables, name: str, of: str, count: int) -> int:
+    """A number that says which of a count; what is not below it would be another process's place."""
+    if (number := _number(environ, name, 0)) >= count:
+        raise ValueError(f"{name}={number} is impossible: {of} are {count}, and it counts from 0")
+    return number
+
+
+def _port(environ: Variables, name: str, default: int = 0) -> int:
+    if not 0 < (port := _number(environ, name, default)) < 2**16:
+        raise ValueError(f"{name}={environ.get(name)!r}: a port must be a number from 1 to 65535")
+    return port
 
 
 MASTER = Address("MASTER_ADDR", "MASTER_PORT")
@@ -283,7 +318,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
     _jax(("JAX_NUM_PROCESSES",), ("JAX_PROCESS_ID",)),
     Launcher(
         name="xpk", marks=(("JAX_PROCESS_COUNT",), ("JOB_INDEX", "PROCESSES_IN_JOB")), size="JAX_PROCESS_COUNT",
-        rank=lambda env: int(env["JOB_INDEX"]) * int(env["PROCESSES_IN_JOB"]) + int(env["JOB_COMPLETION_INDEX"]),
+        rank=_rank_of_xpk,
         needs=("JOB_INDEX", "PROCESSES_IN_JOB", "JOB_COMPLETION_INDEX"), addresses=(JAX, MASTER), asks=(JAX.host,),
     ),
     # Its WORLD_SIZE counts GPUs, and nobody says RANK.
@@ -335,9 +370,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
     ),
     Launcher(
         name="aws_batch", marks=(("AWS_BATCH_JOB_NUM_NODES",), ("AWS_BATCH_JOB_NODE_INDEX",)),
-        size="AWS_BATCH_JOB_NUM_NODES", needs=("AWS_BATCH_JOB_NODE_INDEX",),
-        rank=lambda env: (int(env["AWS_BATCH_JOB_NODE_INDEX"]) - _number(env, "AWS_BATCH_JOB_MAIN_NODE_INDEX", 0))
-        % max(1, int(env["AWS_BATCH_JOB_NUM_NODES"])),
+        size="AWS_BATCH_JOB_NUM_NODES", needs=("AWS_BATCH_JOB_NODE_INDEX",), rank=_rank_of_aws,
         addresses=(MASTER, JAX, Address("AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS", PORT), _main_node_of_aws),
         asks=("AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS",),
     ),
@@ -363,7 +396,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
 # --------------------------------------------------------------------------------------------------
 
 _COUNTS = ("PET_NNODES", "NNODES", "NUM_NODES", "MEGASCALE_NUM_SLICES", "PALS_LOCAL_SIZE", "AZUREML_NODE_COUNT")
-_RANKS = ("NODE_RANK", "PET_NODE_RANK", "MEGASCALE_SLICE_ID", "PALS_RANKID")
+_RANKS = ("NODE_RANK", "PET_NODE_RANK", "MEGASCALE_SLICE_ID", "TPU_WORKER_ID", "PALS_RANKID", "PMIX_RANK")
 _PROCESSES = ("PMI_SIZE", "FLUX_JOB_SIZE", "JSM_NAMESPACE_SIZE", "MV2_COMM_WORLD_SIZE")
 _HINTS = {"PET_NNODES": "`axonml-jax launch` reads the PET_ variables: start the program with it"}
 
@@ -376,7 +409,7 @@ def signs(environ: Variables) -> list[str]:
     """
     found = [name for name in _COUNTS if environ.get(name, "") not in ("", "0", "1", "1:1")]
     found += [name for name in _RANKS if environ.get(name, "0").strip("0")]
-    volcano = [name for name in environ if re.fullmatch(r"VC_\w+_NUM", name) and environ[name].isdecimal()]
+    volcano = [name for name in environ if re.fullmatch(r"VC_\w+_NUM", name) and _is_number(environ[name])]
     found += volcano if sum(int(environ[name]) for name in volcano) > 1 else []
     of_tensorflow = {name: _hosts_of_tensorflow(environ.get(name, "")) for name in ("CLUSTER_SPEC", "TF_CONFIG")}
     more = [f"{name} with {count} processes" for name, count in of_tensorflow.items() if count > 1]
@@ -397,7 +430,7 @@ def reserved(environ: Variables) -> str:
     if (
         "SLURM_STEP_NODELIST" in environ
         or "SLURM_STEP_NUM_TASKS" in environ
-        or not tasks.isdecimal()
+        or not _is_number(tasks)
         or int(tasks) < 2
         or alone_asked(environ)
     ):
@@ -474,11 +507,12 @@ def _read(
     launcher: Launcher, environ: Variables, coordinator: str | None, num_processes: int | None
 ) -> LaunchEnvironment | None:
     """What a launcher says; None where it says of one process what need not be true of those that others have started."""
-    wrong = [f"{name}={environ[name]!r}" for name in launcher.numbers if not environ.get(name, "0").isdecimal()]
+    wrong = [f"{name}={environ[name]!r}" for name in launcher.numbers if not _is_number(environ.get(name, "0"))]
     if wrong:
         raise ValueError(f"{launcher.name}: {', '.join(wrong)}: must be non-negative integers")
     size = _value(launcher.size, environ)
     if size == 1 and not launcher.innermost:
+        _require_first(launcher, environ)
         return None
     size = num_processes if size is None else size
     needed = dict.fromkeys([*([] if size else [launcher.size]), launcher.rank, *launcher.needs])
@@ -493,6 +527,15 @@ def _read(
     rank, *local = (_value(each, environ) for each in (launcher.rank, launcher.local_rank, launcher.local_size))
     assert size is not None and rank is not None
     return LaunchEnvironment(launcher.name, where, size, rank, *local)
+
+
+def _require_first(launcher: Launcher, environ: Variables) -> None:
+    """Refuse a second process of one. An array job's index, which says nothing of a job beside WORLD_SIZE=1, may be any."""
+    if launcher.name != "kubernetes" and (rank := _value(launcher.rank, environ)):
+        said = ", ".join(f"{name}={environ[name]}" for name in launcher.names if name in environ)
+        raise ValueError(
+            f"{launcher.name}: process {rank} of 1 is impossible ({said}); set {ALONE}=1 to run each process alone"
+        )
 
 
 def _value(said: Said | None, environ: Variables) -> int | None:
@@ -523,8 +566,9 @@ def _check_ranges(launcher: Launcher, launch: LaunchEnvironment, environ: Variab
     wrong = []
     if launch.process_id >= launch.num_processes:
         wrong.append(f"process {launch.process_id} of {launch.num_processes}")
-    if launch.local_rank is not None and launch.local_size is not None and launch.local_rank >= launch.local_size:
-        wrong.append(f"local process {launch.local_rank} of {launch.local_size}")
+    here = launch.num_processes if launch.local_size is None else launch.local_size
+    if launch.local_rank is not None and launch.local_rank >= here:
+        wrong.append(f"local process {launch.local_rank} of {here}")
     if launch.local_size is not None and launch.local_size > launch.num_processes:
         wrong.append(f"{launch.local_size} processes on this host out of {launch.num_processes}")
     if wrong:
