@@ -2,6 +2,8 @@
 
 import json
 import re
+import socket
+import types
 from pathlib import Path
 
 import jax
@@ -52,6 +54,7 @@ def test_whoever_asks_to_be_alone_is(name):
     for environ in processes(name):
         assert describe_launch(environ, None, 1, None) is None
         assert describe_launch(environ | {ALONE: "1"}, None, None, None) is None
+        assert not reserved(environ | {ALONE: "1"})
 
 
 def told(name):
@@ -206,6 +209,24 @@ def test_one_task_of_an_outer_launcher_says_nothing_of_an_inner_one():
     assert launch_environment(outer | inner) == LaunchEnvironment("mpich", "a:5", 2, 1)
 
 
+INNERMOST = {
+    "torchrun": {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "5"},
+    "jax": {"JAX_PROCESS_ID": "0", "JAX_NUM_PROCESSES": "1", "JAX_COORDINATOR_ADDRESS": "a:5"},
+    "openmpi": {
+        f"OMPI_COMM_WORLD_{word}": "01"["SIZE" in word] for word in ("SIZE", "RANK", "LOCAL_SIZE", "LOCAL_RANK")
+    }
+    | {"MASTER_ADDR": "a", "MASTER_PORT": "5"},
+}
+"""What has started a single process, such as an elastic job of which one machine is left."""
+
+
+@pytest.mark.parametrize("name", INNERMOST)
+def test_who_has_started_this_process_counts_and_not_who_has_started_him(name):
+    outer = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "PMI_SIZE": "16", "PMI_RANK": "9"}
+    launch = launch_environment(outer | INNERMOST[name])
+    assert (launch.launcher, launch.coordinator, launch.num_processes, launch.process_id) == (name, "a:5", 1, 0)
+
+
 def test_hosts_of_a_tpu_may_stand_in_a_file(tmp_path):
     (tmp_path / "hosts").write_text("a.t:8471,b.t:8471\n")
     environ = {"TPU_PROCESS_ADDRESSES_PATH": str(tmp_path / "hosts"), "TPU_WORKER_ID": "1"}
@@ -218,6 +239,67 @@ def test_a_job_that_is_joined_and_the_wish_to_be_alone_contradict(monkeypatch):
     monkeypatch.setenv(ALONE, "1")
     with pytest.raises(ValueError, match="already 1 of 2, not alone"):
         initialize.init()
+
+
+class Coordinator:
+    """What the coordination service knows once process 0 of another host, and 2 of this one, have left their names."""
+
+    def __init__(self):
+        self.said = {"axonml_jax/hosts/0": "elsewhere", "axonml_jax/hosts/2": socket.gethostname()}
+
+    def key_value_set(self, key, value):
+        self.said[key] = value
+
+    def key_value_dir_get(self, folder):
+        return [(key, value) for key, value in self.said.items() if key.startswith(folder)]
+
+    def wait_at_barrier(self, name, milliseconds):
+        """Nobody is waited for."""
+
+
+def test_a_job_that_is_joined_is_adopted_with_its_place_on_the_host(monkeypatch):
+    coordinator = Coordinator()
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    for name, value in {
+        "joined_as": lambda: (3, 4),
+        "coordinator_client": lambda: coordinator,
+        "leave_on_error": lambda: None,
+        "say_goodbye": lambda *whom: None,
+    }.items():
+        monkeypatch.setattr(initialize, name, value)
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")  # says too little, of a job that is joined already
+    first, again = initialize.init(), initialize.init()
+    assert (first.launcher, first.local_rank) == ("jax.distributed.initialize", 1)
+    assert first == again
+    assert initialize.num_launched() == 4
+    with pytest.raises(ValueError, match="already 3 of 4, not 0 of 2"):
+        initialize.init("gloo", "a:1", 2, 0)
+
+
+def test_what_is_reserved_and_not_used_is_said_once_this_process_is_alone(monkeypatch):
+    said = []
+    monkeypatch.setattr(initialize.logger, "warning", lambda form, *words: said.append(form % words))
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    assert initialize.init().launcher == "alone"
+    assert len(said) == 1
+    assert "SLURM_NTASKS=8" in said[0]
+    initialize.init(num_processes=1)
+    assert len(said) == 1
+
+
+def test_a_worker_of_rays_may_be_alone(monkeypatch):
+    context = types.SimpleNamespace(get_world_size=lambda: 2)
+    monkeypatch.setattr(initialize, "ray_context", lambda: context)
+    assert initialize.num_launched() == 2
+    monkeypatch.setenv(ALONE, "1")
+    assert initialize.num_launched() == 1
+    assert initialize.init().launcher == "alone"
+
+
+def test_devices_of_several_processes_that_nobody_has_joined_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="devices are those of 2 processes"):
+        initialize.init("mock")
 
 
 def test_arguments_and_the_wish_to_be_alone_contradict():
