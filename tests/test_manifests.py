@@ -107,12 +107,12 @@ def test_the_entry_point_of_a_ray_job_is_read_by_the_driver(capsys, monkeypatch)
 
     monkeypatch.setattr(axr, "train", train)
     assert axr.main(entry[3:]) == 0
-    assert (seen["config"], seen["num_workers"], seen["overrides"]) == ("configs/gpt_fsdp.yaml", 2, SIMULATED)
+    assert (seen["config"], seen["num_workers"], seen["overrides"]) == ("configs/gpt_fsdp.yaml", 2, OVERRIDES)
     assert seen["resources_per_worker"] == {"GPU": 8}
     assert (seen["storage_path"], seen["name"], seen["max_failures"]) == ("/shared", "gpt-fsdp", 3)
 
 
-SIMULATED = ["--devices.simulated", "null"]
+OVERRIDES = ["--devices.simulated", "null", "--output.compiled", "/shared/compiled"]
 
 
 @pytest.mark.parametrize(("status", "requeued"), [(0, False), (143, True), (2, False)])
@@ -122,14 +122,14 @@ def test_a_batch_script_asks_for_its_next_turn_when_it_was_stopped_and_saved(sta
     for name, body in tools.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": "/home/me", "SLURM_JOB_ID": "7"}
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), "SLURM_JOB_ID": "7"}
     assert subprocess.run(["bash", tmp_path / "job"], env=environ).returncode == status
     assert (tmp_path / "asked").exists() == requeued
     if requeued:
         assert (tmp_path / "asked").read_text() == "requeue 7\n"
     ran = (tmp_path / "ran").read_text().split()
     assert ran[:3] == ["--kill-on-bad-exit=1", "--container-image=example.org/train:1", "axonml-jax"]
-    assert ran[ran.index("--output.dir") + 1] == "/home/me/runs"
+    assert ran[ran.index("--output.dir") + 1] == f"{tmp_path}/runs"
 
 
 def test_what_the_user_says_is_not_said_again(capsys):
@@ -139,7 +139,24 @@ def test_what_the_user_says_is_not_said_again(capsys):
     assert text.count("--output.dir") == text.count("--resume") == 1
 
 
+def test_words_with_variables_are_the_shells_and_stay_one_word(capsys, tmp_path):
+    text = written("slurm", capsys, ["--nnodes=1", "train", "configs/gpt_fsdp.yaml", '--name=$HOME "a b" `c`'])
+    (tmp_path / "srun").write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > {tmp_path}/ran\n')
+    (tmp_path / "srun").chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": "/x"}
+    assert subprocess.run(["bash", "-c", text], env=environ).returncode == 0
+    assert '--name=/x "a b" `c`' in (tmp_path / "ran").read_text().splitlines()
+
+
+@pytest.mark.parametrize(("name", "machine"), [("7B run", "run-7b-run"), ("a" * 39 + "_b", "a" * 39), ("_", "run")])
+def test_a_run_is_called_as_a_machine_may_be(name, machine, capsys):
+    text = written("jobset", capsys, [*COMMAND, f"--name={name}"])
+    assert yaml.safe_load(text)["metadata"]["name"] == machine
+
+
 REFUSED = {
+    "a folder from nowhere": ("jobset", ["--folder=runs", *COMMAND], "--folder runs: give it from the root"),
+    "a budget of Ray's": ("rayjob", [*COMMAND, "--max-memory=70GiB"], "--max-memory and --force are flags of"),
     "no image": ("jobset", ["--nnodes=2", "train", "configs/gpt_fsdp.yaml"], "--image IMAGE is missing"),
     "no machine": ("slurm", ["--nnodes=0", "train", "configs/gpt_fsdp.yaml"], "--nnodes 0"),
     "another command": ("slurm", ["--nnodes=1", "eval", "x"], "'eval' is none that it writes"),

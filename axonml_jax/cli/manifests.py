@@ -239,8 +239,9 @@ Machines that are taken away are replaced, a failure starts again {RESTARTS} tim
 
 
 def _shell(job: Job) -> str:
-    """The command as a shell reads it; a variable such as $HOME in the folder is the shell's to fill in."""
-    return " ".join(f'"{word}"' if "$" in word else shlex.quote(word) for word in job.command)
+    """The command as a shell reads it; a variable such as $HOME in a word is the shell's to fill in."""
+    kept = lambda word: '"' + re.sub(r'(["`\\])', r"\\\1", word) + '"'
+    return " ".join(kept(word) if "$" in word else shlex.quote(word) for word in job.command)
 
 
 KINDS: dict[str, Callable[[Job], Any]] = {
@@ -289,12 +290,14 @@ def write_manifest(argv: Sequence[str]) -> int:
         raise ConfigError(f"launch --write {given.kind}: --image IMAGE is missing, the container that every pod runs")
     kind = _GPUS[given.hardware]
     folder = given.folder or ("$HOME/runs" if given.kind == "slurm" else "/shared")
+    if given.kind != "slurm" and not folder.startswith("/"):
+        raise ConfigError(f"launch --write {given.kind}: --folder {folder}: give it from the root, as in /shared")
     gpus = kind.island if given.gpus_per_node is None else given.gpus_per_node
     if given.nnodes < 1 or gpus < 1:
         raise ConfigError(f"launch --write: --nnodes {given.nnodes}, --gpus-per-node {gpus}: must be at least 1")
     arguments, config = _arguments(given.kind, given.arguments, folder)
     said = check_on(config, given.nnodes * gpus, kind)
-    name = re.sub(r"[^a-z0-9]+", "-", config.name.lower()).strip("-")[:40] or "run"
+    name = _machine_name(config.name)
     job = Job(
         name=name, nnodes=given.nnodes, gpus=gpus, kind=kind, image=given.image or "", folder=folder,
         claim=given.claim or f"{name}-shared", arguments=tuple(arguments),
@@ -305,19 +308,29 @@ def write_manifest(argv: Sequence[str]) -> int:
     return 0
 
 
+def _machine_name(name: str) -> str:
+    """A run's name as that of a machine or a service may be: it begins with a letter, and a number is added to it."""
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return (plain if plain[:1].isalpha() else f"run-{plain}")[:40].strip("-")
+
+
 def _arguments(kind: str, given: Sequence[str], folder: str) -> tuple[list[str], RunConfig]:
     """What follows `train` on the cluster, and the configuration that it means."""
     if not given:
         raise ConfigError(f"launch --write {kind}: give a configuration after train")
-    [allowed, _], rest = split_flags([imports_parser("train"), budget_parser("train")], given)
+    [allowed, budget], rest = split_flags([imports_parser("train"), budget_parser("train")], given)
     imports = allowed["allow_imports"]
+    if kind == "rayjob" and any(budget.values()):
+        raise ConfigError(
+            "launch --write rayjob: --max-memory and --force are flags of axonml-jax train, which Ray's driver lacks"
+        )
     config = read_config("train", rest, imports=imports)
     added = ["--devices.simulated", "null"] * (config.devices.simulated is not None)
+    own = {word.partition("=")[0] for word in given if word.startswith("--")}
+    wanted = {"--output.compiled": f"{folder}/compiled"}
     if kind != "rayjob":  # there Ray's own folder and restarts
-        own = {word.partition("=")[0] for word in given if word.startswith("--")}
-        wanted = {"--output.dir": folder, "--output.compiled": f"{folder}/compiled"}
-        wanted |= {"--resume": "auto"} if config.resume is None else {}
-        added += [word for flag, value in wanted.items() if flag not in own for word in (flag, value)]
+        wanted = {"--output.dir": folder} | wanted | ({"--resume": "auto"} if config.resume is None else {})
+    added += [word for flag, value in wanted.items() if flag not in own for word in (flag, value)]
     return [*given, *added], read_config("train", [*rest, *added], imports=imports)
 
 
@@ -348,10 +361,6 @@ def check_on(config: RunConfig, devices: int, kind: Hardware) -> str:
     on = f"{', '.join(f'{axis}={size}' for axis, size in shape.degrees.items())} on {devices} {kind.name}"
     if model is None or config.finetune.lora.rank is not None:
         return f"{on}; memory is not predicted for a model of one's own, nor for adapters: axonml-jax explain says what rests"
-    if config.checkpoint.every is None:
-        raise ConfigError(
-            "checkpoint.every=null saves nothing, and every restart would begin anew: set checkpoint.every"
-        )
     found = predicted_on(config, plan, shape.degrees, kind.platform, kind.torus)
     limit = kind.memory * Assumptions().memory_margin
     if found.memory.total > limit:
