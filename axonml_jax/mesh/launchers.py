@@ -77,13 +77,10 @@ class Address:
         host = self.first(environ[self.host])
         if re.fullmatch(r"[^:]+:\d+|\[.*\]:\d+", host):
             return host
-        port = self._said(environ) if isinstance(self.port, str) else self.port
-        port = port(environ) if callable(port) else port
-        return None if port is None else host_port(host.strip("[]"), port)  # pyright: ignore[reportArgumentType]
-
-    def _said(self, environ: Variables) -> int | None:
-        assert isinstance(self.port, str)
-        return _port(environ, self.port) if environ.get(self.port) else self.default
+        port = self.port(environ) if callable(self.port) else self.port
+        if isinstance(port, str):
+            port = _port(environ, port) if environ.get(port) else self.default
+        return None if port is None else host_port(host.strip("[]"), port)
 
 
 def lines(text: str) -> list[str]:
@@ -426,14 +423,8 @@ def _hosts_of_tensorflow(text: str) -> int:
 
 def reserved(environ: Variables) -> str:
     """What a reservation holds that this process does not use, in words; empty where it does, or where there is none."""
-    tasks = environ.get("SLURM_NTASKS", "")
-    if (
-        "SLURM_STEP_NODELIST" in environ
-        or "SLURM_STEP_NUM_TASKS" in environ
-        or not _is_number(tasks)
-        or int(tasks) < 2
-        or alone_asked(environ)
-    ):
+    tasks, used = environ.get("SLURM_NTASKS", ""), environ.keys() & {"SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"}
+    if used or not _is_number(tasks) or int(tasks) < 2 or alone_asked(environ):
         return ""
     return (
         f"SLURM_NTASKS={tasks}: the job has reserved {tasks} tasks, but this process is no step of srun and runs alone; "
@@ -532,9 +523,9 @@ def _read(
 def _require_first(launcher: Launcher, environ: Variables) -> None:
     """Refuse a second process of one. An array job's index, which says nothing of a job beside WORLD_SIZE=1, may be any."""
     if launcher.name != "kubernetes" and (rank := _value(launcher.rank, environ)):
-        said = ", ".join(f"{name}={environ[name]}" for name in launcher.names if name in environ)
         raise ValueError(
-            f"{launcher.name}: process {rank} of 1 is impossible ({said}); set {ALONE}=1 to run each process alone"
+            f"{launcher.name}: process {rank} of 1 is impossible ({_listed(environ, launcher.names)}); set {ALONE}=1 to run "
+            "each process alone"
         )
 
 
@@ -547,9 +538,8 @@ def _value(said: Said | None, environ: Variables) -> int | None:
 
 
 def _incomplete(launcher: Launcher, environ: Variables, missing: Sequence[str]) -> str:
-    marks = itertools.chain.from_iterable(launcher.marks)
-    present = [f"{name}={environ[name]}" for name in dict.fromkeys([*launcher.names, *marks]) if name in environ]
-    present = [*dict.fromkeys([*present, *signs(environ)])]
+    names = dict.fromkeys([*launcher.names, *itertools.chain.from_iterable(launcher.marks)])
+    present = dict.fromkeys([*(f"{name}={environ[name]}" for name in names if name in environ), *signs(environ)])
     return f"{launcher.name}: {', '.join(missing)} missing beside {', '.join(present)}; {_remedy(environ, missing)}"
 
 
@@ -572,19 +562,21 @@ def _check_ranges(launcher: Launcher, launch: LaunchEnvironment, environ: Variab
     if launch.local_size is not None and launch.local_size > launch.num_processes:
         wrong.append(f"{launch.local_size} processes on this host out of {launch.num_processes}")
     if wrong:
-        said = ", ".join(f"{name}={environ[name]}" for name in launcher.names if name in environ)
+        said = _listed(environ, launcher.names)
         raise ValueError(f"{launcher.name}: {' and '.join(wrong)} is impossible ({said}); ranks count processes from 0")
     # torchrun may itself run under mpirun (one per host); then the numbers differ rightly.
     if launcher.name == "torchrun" and _MPI[1] in environ and "TORCHELASTIC_RUN_ID" not in environ:
         _require_equal(environ, ("RANK", _MPI[1]), ("WORLD_SIZE", _MPI[0]))
     others = [name for name in _PROCESSES if environ.get(name, "1") not in ("1", str(launch.num_processes))]
     if others and not launcher.innermost:
-        said = ", ".join(f"{name}={environ[name]}" for name in others)
         raise ValueError(
-            f"{said} contradicts {launcher.name}, which counts {launch.num_processes} "
-            f"({', '.join(f'{name}={environ[name]}' for name in launcher.names if name in environ)}): one has started the "
-            f"other; {_remedy(environ)}"
+            f"{_listed(environ, others)} contradicts {launcher.name}, which counts {launch.num_processes} "
+            f"({_listed(environ, launcher.names)}): one has started the other; {_remedy(environ)}"
         )
+
+
+def _listed(environ: Variables, names: Sequence[str]) -> str:
+    return ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
 
 
 def _require_equal(environ: Variables, *pairs: tuple[str, str]) -> None:
