@@ -326,8 +326,8 @@ class Placement:
         """The strategy by which parameters are read unit by unit, forward and backward; None: they are not."""
         if self.stages is not None:
             return None
-        axes = self.strategies.items()
-        return next((each for axis, each in axes if each.role.reads == "use" and self.ranks(axis) > 1), None)
+        found = (each for axis, each in self.strategies.items() if each.role.reads == "use" and self.ranks(axis) > 1)
+        return next(found, None)
 
     def read(self, shards: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
         """What the model reads in the place of resting shards: cast first, then gathered."""
