@@ -122,12 +122,8 @@ def _jobset(job: Job) -> tuple[str, dict[str, Any]]:
 kubectl apply -f FILE; the cluster needs JobSet, the claim {job.claim}, and the image the configuration.
 One pod that is lost starts all anew, {RESTARTS} times, and the run goes on from its checkpoint. What cannot run, or diverges
 (exit codes {", ".join(map(str, _HOPELESS))}), ends the set. SIGTERM saves first, within {GRACE} s."""
-    return said, {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": {"name": job.name},
-        "spec": spec,
-    }
+    kind = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}
+    return said, {**kind, "metadata": {"name": job.name}, "spec": spec}
 
 
 def _trainjob(job: Job) -> tuple[str, dict[str, Any]]:

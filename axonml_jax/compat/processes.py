@@ -93,10 +93,8 @@ def cloud_tpu_place(environ: Mapping[str, str], timeout: float) -> tuple[str, in
             return None
         address = GceTpuCluster.get_coordinator_address(round(timeout), environ.get("JAX_COORDINATOR_PORT"))
         return address, count, GceTpuCluster.get_process_id()
-    except (
-        ImportError,
-        OSError,
-    ):  # no `requests`, no metadata: that devices are of several processes is seen at their start
+    except (ImportError, OSError):
+        # No `requests`, no metadata: that devices are of several processes is seen at their start.
         return None
 
 

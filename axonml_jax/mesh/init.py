@@ -181,10 +181,9 @@ def _launch(given: tuple[str | None, int | None, int | None], timeout: float) ->
         if (context := ray_context()) is not None:
             return _ray_launch(context)
         simulated = only_cpu() and requested_devices() > 1
-        if not simulated and not any(each.speaks(os.environ) for each in LAUNCHERS):
-            place = cloud_tpu_place(os.environ, timeout)
-            if place is not None:
-                return LaunchEnvironment("tpu", *place)
+        asked = not simulated and not any(each.speaks(os.environ) for each in LAUNCHERS)
+        if asked and (place := cloud_tpu_place(os.environ, timeout)) is not None:
+            return LaunchEnvironment("tpu", *place)
     return describe_launch(os.environ, *given)
 
 

@@ -857,10 +857,8 @@ class Predict:
         rows = number_of_rows(replace(layout, positions=()), batch)
         more = -rows % layout.row_degree
         out, _ = self._forward(variables, self._key, (filled_up(batch, more),), {})
-        dims, shapes = (
-            named_leaves(self._forward.row_dims),
-            {name: np.shape(x) for name, x in named_leaves(out).items()},
-        )
+        dims = named_leaves(self._forward.row_dims)
+        shapes = {name: np.shape(x) for name, x in named_leaves(out).items()}
         has_rows = lambda name, shape: dims[name] == 0 and shape[0] == rows + more
         if wrong := {name or "output": shape for name, shape in shapes.items() if not has_rows(name, shape)}:
             raise ValueError(
