@@ -271,7 +271,7 @@ def inwards(
         before = [AXES.index(name) for name in mesh_axes[:position] if name in AXES]
         return (before[-1] if before else -1) + 0.5, position
 
-    missing = {key: [name for name in as_axes(key) if name not in mesh_axes] for key in strategies}
+    missing = {key: set(as_axes(key)).difference(mesh_axes) for key in strategies}
     if torn := {key: names for key, names in missing.items() if names and len(names) < len(as_axes(key))}:
         raise ValueError(
             f"one strategy owns the axes {', '.join(map(str, torn))} together, but the mesh {mesh_axes} lacks "
