@@ -201,3 +201,28 @@ def test_what_cannot_run_is_refused_and_nothing_is_printed(case, capsys):
 
 def test_every_kind_has_a_schema_or_a_script():
     assert set(manifests.KINDS) == {*SCHEMAS, "slurm"}
+
+
+def found(content, name):
+    """Every value of a key, however deep."""
+    return [each[name] for each in objects(content) if name in each]
+
+
+def test_every_kind_gives_time_to_save_starts_again_and_goes_on(capsys):
+    text = {kind: written(kind, capsys) for kind in manifests.KINDS}
+    content = {kind: yaml.safe_load(text[kind]) for kind in SCHEMAS}
+    assert {kind: found(content[kind], "terminationGracePeriodSeconds") for kind in SCHEMAS} == {
+        "jobset": [120],
+        "trainjob": [120],
+        "rayjob": [120, 120],
+        "skypilot": [],
+    }
+    assert found(content["jobset"], "maxRestarts") == [3]
+    assert found(content["jobset"], "ports") == [[{"containerPort": 29500}]]
+    assert found(content["rayjob"], "backoffLimit") == [3]
+    assert found(content["skypilot"], "job_recovery") == [{"strategy": "FAILOVER", "max_restarts_on_errors": 3}]
+    asked = [line for line in text["slurm"].splitlines() if line.startswith("#SBATCH")]
+    assert {"#SBATCH --requeue", "#SBATCH --signal=TERM@120", "#SBATCH --open-mode=append"} <= {*asked}
+    # Ray's driver goes on by the run's name.
+    going_on = {kind: bool(re.search(r"--resume\s+(- )?auto", each)) for kind, each in text.items()}
+    assert going_on == {kind: kind != "rayjob" for kind in manifests.KINDS}
