@@ -127,14 +127,15 @@ def _joined(stack: jax.Array, aval: Any, places: Places, ranks: Ranks) -> Value:
     if None in places:
         return Value(aval.shape, aval.dtype, ranks.none, lambda _: no_mean(aval))
     held = tuple(None if group.ranks == 1 else place for group, place in zip(ranks.groups, places, strict=True))
-    array = _in_rows(stack, places, ranks) if isinstance(places[0], Split) else stack.mean(0)
+    rows = places[0]
+    array = _in_rows(stack, rows, places, ranks) if isinstance(rows, Split) else stack.mean(0)
     parts = math.prod(group.ranks for group, place in zip(ranks.groups, held, strict=True) if place == SUM)
     return ranks.held(array / parts if SUM in held else array, held, aval.shape)
 
 
-def _in_rows(stack: jax.Array, places: Places, ranks: Ranks) -> jax.Array:
+def _in_rows(stack: jax.Array, rows: Split, places: Places, ranks: Ranks) -> jax.Array:
     """[count, ...] -> one after the other along the dim of rows, inside of what is merged with it further out."""
-    own, dim, outer = stack.shape[1:], places[0].dim, local_outer(places, ranks.groups, 0)
+    own, dim, outer = stack.shape[1:], rows.dim, local_outer(places, ranks.groups, 0)
     seen = stack.reshape(len(stack), *own[:dim], outer, own[dim] // outer, *own[dim + 1 :])
     return jnp.moveaxis(seen, 0, dim + 1).reshape(*own[:dim], -1, *own[dim + 1 :])
 
