@@ -23,6 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec
+
+from axonml_jax.parallel.plan import Partition
 
 sys.path.insert(0, str(Path(__file__).parent))
 from meaning_losses import CASES, Layered, LinenNet, Net, batch_of
@@ -65,6 +68,7 @@ def staged(loss_fn=None, **o):
     return ax.Plan(pipe=ax.Pipelined(num_microbatches=2, split=split), **o)
 
 
+RULES = Partition([("w1", PartitionSpec(None, "tensor")), (".*", PartitionSpec())])
 PLANS = {
     "ddp": ({"data": 8}, lambda **o: ax.Plan(**o)),
     "ddp, synchronous": ({"data": 8}, lambda **o: ax.Plan(data=ax.Replicate(sync_strategy="synchronous"), **o)),
@@ -91,6 +95,8 @@ PLANS = {
         lambda **o: staged(context=OfTexts(order="striped"), **o),
         layered,
     ),
+    "rules": ({"data": 2, "tensor": 2}, lambda **o: ax.Plan(partition=RULES, **o)),
+    "rules, accumulate": ({"data": 2, "tensor": 2}, lambda **o: ax.Plan(partition=RULES, accumulate=2, **o)),
     "pipeline": ({"pipe": 2}, staged, layered),
     "pipeline, fsdp": ({"fsdp": 2, "pipe": 2}, lambda **o: staged(fsdp=ax.Shard(), **o), layered),
 }

@@ -56,7 +56,7 @@ def test_a_loss_and_its_metrics_under_a_plan_are_those_of_one_device(loss, optio
     assert not isinstance(found, str) and found < 1e-9, (loss, plan, options, found)
 
 
-COVERED = ("ddp", "ddp, synchronous", "fsdp", "zero-1", "zero-2", "hybrid", "remat")
+COVERED = ("ddp", "ddp, synchronous", "fsdp", "zero-1", "zero-2", "hybrid", "remat", "rules")
 
 
 def test_a_loss_for_each_rule_is_that_of_one_device_under_plans_that_each_commit_chooses_anew():
@@ -90,7 +90,7 @@ def with_metrics(net, b):
     }
 
 
-QUICK_PLANS = ("ddp, accumulate", "one device, accumulate", "tensor, accumulate", "pipeline, fsdp")
+QUICK_PLANS = ("ddp, accumulate", "rules, accumulate", "one device, accumulate", "tensor, accumulate", "pipeline, fsdp")
 
 
 def quick(names, some):
@@ -165,6 +165,23 @@ def test_a_loss_that_maps_the_model_is_taken_in_microbatches_where_it_is_proven_
 
 def masked(net, b):
     return (nll(net(b["x"]), b["y"]) * b["mask"]).sum() / b["mask"].sum()
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("inner", [{"fsdp": 2}, {}], ids=["sharded inside", "accumulated"])
+def test_a_loss_of_a_replica_that_trains_by_itself_means_all_its_rows(inner, check_vma):
+    plan = ax.Plan(data=ax.DiLoCo(every=3), accumulate=1 if inner else 2, check_vma=check_vma)
+    trainer = ax.parallelize(Net(nnx.Rngs(0)), mesh_of({"data": 2, **inner}), plan).trainer(optax.sgd(0.1), masked)
+    graph, start = nnx.split(Net(nnx.Rngs(0)), nnx.Param)
+    of_params = jax.value_and_grad(lambda params, rows: masked(nnx.merge(graph, params), rows))
+    batch, both = batch_of(16), [start, start]
+    for _ in range(2):
+        found, wanted = trainer.step(batch)["loss"], []
+        for i, params in enumerate(both):
+            loss, grads = of_params(params, jax.tree.map(lambda x, i=i: x[8 * i : 8 * i + 8], batch))
+            both[i] = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+            wanted.append(loss)
+        np.testing.assert_allclose(found, wanted, rtol=1e-10)
 
 
 def test_a_model_with_adapters_is_accumulated_by_the_mean_over_all_rows():

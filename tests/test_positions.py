@@ -148,13 +148,22 @@ def test_outputs_with_rows_merged_with_positions_are_refused_by_a_call():
         model(batch_of()["tokens"])
 
 
-def test_a_plain_number_of_replicas_positions_is_refused_as_nobody_can_tell_a_mean_from_a_sum():
-    trainer = ax.Trainer(sequences(data=ax.DiLoCo(every=2)), optax.sgd(0.1), plain_loss)
+def test_a_plain_number_of_a_replica_means_all_its_rows_and_positions():
+    found = ax.Trainer(sequences(data=ax.DiLoCo(every=2)), optax.sgd(0.1), plain_loss).step(batch_of())
+    halves = [jax.tree.map(lambda x, i=i: x[i : i + ROWS // 2], batch_of()) for i in (0, ROWS // 2)]
+    wanted = [float(plain_loss(Words(), half)[0]) for half in halves]
+    np.testing.assert_allclose(found["loss"], wanted, rtol=1e-5)
+
+
+def test_a_plain_number_of_a_loss_that_talks_itself_is_refused_as_nobody_can_tell_a_mean_from_a_sum():
+    def talking(model, batch):
+        return jax.lax.pmean(plain_loss(model, batch)[0], "seq")
+
     with pytest.raises(ValueError, match=r"as a plain number, but seq splits positions.*WeightedMean\(total"):
-        trainer.step(batch_of())
-    plain = lambda model, batch: (loss(model, batch)[0], {"mean": model(batch["tokens"]).mean()})
+        ax.Trainer(sequences(), optax.sgd(0.1), talking).step(batch_of())
+    both = lambda model, batch: (loss(model, batch)[0], {"mean": talking(model, batch)})
     with pytest.raises(ValueError, match="metric 'mean' as a plain number"):
-        ax.Trainer(sequences(data=ax.DiLoCo(every=2)), optax.sgd(0.1), plain).step(batch_of())
+        ax.Trainer(sequences(), optax.sgd(0.1), both).step(batch_of())
 
 
 def test_positions_that_do_not_divide_are_refused_by_name_before_anything_runs():

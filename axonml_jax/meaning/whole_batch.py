@@ -82,6 +82,7 @@ class WholeBatch:
       in_layers: the model's layers split their own parameters: its code is not followed, only called.
       positions: the ranks among which positions are split, or None.
       seeing_whole: entered where the loss's code sees whole sequences.
+      apart: the mesh axes along which ranks have batches of their own.
       trains: the loss is refused where nothing that is trained reaches it.
     """
 
@@ -92,6 +93,7 @@ class WholeBatch:
     in_layers: bool = False
     positions: Group | None = None
     seeing_whole: Callable[[], AbstractContextManager] = nullcontext
+    apart: tuple[str, ...] = ()
     trains: bool = False
     _decided: dict[Any, Decided | str] = field(default_factory=dict)
 
@@ -125,7 +127,7 @@ class WholeBatch:
         groups = tuple(group for group in there if group.ranks > 1)
         if not groups:
             return on_rows(batch)
-        alone = tuple(axis for group in there if group.ranks == 1 for axis in group.axes)
+        alone = self.apart + tuple(axis for group in there if group.ranks == 1 for axis in group.axes)
         asked = Asked(groups, self.split, model, loss_fn, mode, variables, key, batch, self.seeing_whole, alone)
         decided = self._decide(asked)
         if decided == ROWS:
@@ -149,7 +151,7 @@ class WholeBatch:
     @property
     def _alone(self) -> tuple[str, ...]:
         """The axes of positions that one rank has all."""
-        return () if self.positions is None or self._among_positions else self.positions.axes
+        return self.apart + (() if self.positions is None or self._among_positions else self.positions.axes)
 
     def _asked(self, count: int, *of: Any) -> Asked:
         """The loss of a microbatch, of which each rank has so many."""

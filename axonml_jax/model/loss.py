@@ -86,9 +86,9 @@ def parse_loss(returned: Any, positions: tuple[str, ...] = ()) -> Loss:
     weighted = isinstance(loss, WeightedMean)
     if positions and (plain := _plain(loss, metrics)):
         raise ValueError(
-            f"loss_fn returned {', '.join(plain)} as a plain number, but {', '.join(positions)} splits positions, and "
-            "for replicas and beside XLA's partitioner it cannot be told whether that is a mean or a sum of one "
-            "rank's. Return ax.WeightedMean(total, weight), both summed over the positions that loss_fn is given"
+            f"loss_fn returned {', '.join(plain)} as a plain number, but {', '.join(positions)} splits positions. Of a loss with "
+            "collectives of its own, or where several axes split them, it cannot be told whether that is a mean or a sum: "
+            "return ax.WeightedMean(total, weight), both summed over the positions that loss_fn is given"
         )
     total = _scalar(loss.total if weighted else loss, "its loss")
     weight = jax.lax.stop_gradient(_scalar(loss.weight, "its weight").astype(total.dtype)) if weighted else None

@@ -198,27 +198,26 @@ def objective_of(
 
 
 def whole_batch(placement: Placement, loss_fn: LossFn) -> "WholeBatch | None":
-    """What a loss means on the whole batch; None where ranks have no parts of it, or it is not known under the plan.
+    """What a loss means on the whole batch, or on all of a replica that trains by itself; None where ranks have no parts of it.
 
-    It is not known in rounds of replicas and beside XLA's partitioner.
+    It is not known where several axes split positions.
     """
-    axes, along = placement.axes.batch, placement.axes.positions
-    if (
-        placement.axes.independent
-        or placement.left
-        or len(along) > 1
-        or placement.ranks(axes) * placement.plan.microbatches == 1
-    ):
+    axes = placement.axes
+    if len(axes.positions) > 1 or placement.ranks(axes.synced) * placement.plan.microbatches == 1:
         return None
     from axonml_jax.meaning.places import Group
     from axonml_jax.meaning.whole_batch import MixingRows, WholeBatch
 
     in_layers = any(placement.degrees.get(axis, 1) > 1 for axis in LAYER_AXES)
-    rows, trained = placement.batch_layout.rows, jax.tree.leaves(placement.params, is_leaf=is_layout)
+    together = lambda names: tuple(axis for axis in names if axis not in axes.independent)
+    layout, rows = placement.batch_layout, together(placement.batch_layout.rows)
+    trained = jax.tree.leaves(placement.params, is_leaf=is_layout)
     most = max(2**24, sum(layout.size * layout.dtype.itemsize for layout in trained))
     most, sweeps = (loss_fn.most_bytes, loss_fn.two_sweeps) if isinstance(loss_fn, MixingRows) else (most, False)
-    dims = lambda path, shape: {**({0: rows} if shape else {}), **placement.batch_layout.split(path, shape)}
-    return WholeBatch(Group(rows, placement.ranks(rows)), dims, most, sweeps, in_layers, *_positions(placement))
+    of_leaf = lambda path, shape: {**({0: rows} if shape else {}), **layout.split(path, shape)}
+    dims = lambda path, shape: {dim: together(names) for dim, names in of_leaf(path, shape).items()}
+    group = Group(rows, placement.ranks(rows))
+    return WholeBatch(group, dims, most, sweeps, in_layers, *_positions(placement), apart=axes.independent)
 
 
 def refuse_draws_by_rows(placement: Placement, whole: "WholeBatch | None") -> None:
@@ -227,13 +226,12 @@ def refuse_draws_by_rows(placement: Placement, whole: "WholeBatch | None") -> No
     Raises:
       ValueError: saying why.
     """
-    parts = placement.ranks(placement.axes.batch) * placement.plan.microbatches
     if placement.axes.positions:
         why = (
             f"positions are split over {', '.join(placement.axes.positions)}, where rows are not all that is drawn for"
         )
-    elif whole is None and parts > 1:
-        why = "ranks train by themselves, or the batch is left to XLA's partitioner, and a loss is of a rank's rows"
+    elif placement.axes.independent or (whole is None and placement.ranks(placement.axes.batch) > 1):
+        why = "ranks train by themselves, and a loss is of a rank's rows"
     else:
         return
     raise ValueError(f'draws="rows": {why}: take draws="shards"')
