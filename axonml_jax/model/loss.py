@@ -86,8 +86,8 @@ def parse_loss(returned: Any, positions: tuple[str, ...] = ()) -> Loss:
     weighted = isinstance(loss, WeightedMean)
     if positions and (plain := _plain(loss, metrics)):
         raise ValueError(
-            f"loss_fn returned {', '.join(plain)} as a plain number, but {', '.join(positions)} splits positions. Of a loss with "
-            "collectives of its own, or where several axes split them, it cannot be told whether that is a mean or a sum: "
+            f"loss_fn returned {', '.join(plain)} as a plain number, but {', '.join(positions)} splits positions. Of a loss "
+            "with collectives of its own, or where several axes split them, it cannot be told whether that is a mean or a sum: "
             "return ax.WeightedMean(total, weight), both summed over the positions that loss_fn is given"
         )
     total = _scalar(loss.total if weighted else loss, "its loss")
