@@ -6,10 +6,12 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from jax.sharding import PartitionSpec
 from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.compat.row_keys import _times, row_key
+from axonml_jax.parallel.plan import Partition
 
 ROWS = 16
 RNG = np.random.default_rng(0)
@@ -56,6 +58,7 @@ def mean(model, b):
     return losses(model, b).mean()
 
 
+RULES = Partition([("(first|Dense_0)/kernel", PartitionSpec(None, "tensor")), (".*", PartitionSpec())])
 PLANS = {
     "ddp": ({"data": 4}, ax.Plan),
     "synchronous": ({"data": 4}, lambda **o: ax.Plan(data=ax.Replicate(sync_strategy="synchronous"), **o)),
@@ -69,6 +72,8 @@ PLANS = {
         {"data": 2, "pipe": 2},
         lambda **o: ax.Plan(pipe=ax.Pipelined(num_microbatches=2, split=["last"]), **o),
     ),
+    "rules": ({"data": 2, "tensor": 2}, lambda **o: ax.Plan(partition=RULES, **o)),
+    "rules, accumulate": ({"data": 2, "tensor": 2}, lambda **o: ax.Plan(partition=RULES, accumulate=2, **o)),
 }
 
 
