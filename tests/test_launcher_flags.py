@@ -220,6 +220,10 @@ def test_the_coordinator_listens_on_one_address_only(case, monkeypatch):
     monkeypatch.setattr(coordinator, "outward_address", lambda: "10.9.9.9")
     given, one_host, wanted = ADDRESSES[case]
     assert coordinator.bind_address(given, one_host) == (wanted, 80)
+    # Another process of that machine, to which the name means the same, looks there.
+    reached = coordinator.reached_at(given, one_host)
+    assert coordinator.split_address(reached, "it") in ((wanted, 80), coordinator.split_address(given, "it"))
+    assert (reached != given) == (given == "self:80" and not one_host)
 
 
 def test_all_interfaces_only_when_asked(monkeypatch):

@@ -22,6 +22,7 @@ from axonml_jax.mesh.join import (
     bind_address,
     host_port,
     leave_on_error,
+    reached_at,
     roll_call,
     say_goodbye,
     split_address,
@@ -218,10 +219,12 @@ def _join(launch, local_device_ids, timeout):
     _prepare_cpu_devices()
     keep_in_every_process()
     deadline = time.monotonic() + timeout
-    coordinator = launch.coordinator
+    coordinator, one_host = launch.coordinator, launch.local_size == launch.num_processes
     if launch.process_id == 0:
         # It is sure to reach itself where it listens; its own name may mean another address to it.
-        coordinator = host_port(*bind_address(coordinator, launch.local_size == launch.num_processes))
+        coordinator = host_port(*bind_address(coordinator, one_host))
+    else:
+        coordinator = reached_at(coordinator, one_host)
     roll_call(coordinator, launch.num_processes, launch.process_id, timeout, named=launch.coordinator)
     left = max(10, round(deadline - time.monotonic()))
     host, _, port = coordinator.rpartition(":")

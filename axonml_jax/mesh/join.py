@@ -472,11 +472,29 @@ def bind_address(coordinator: str, one_host: bool = False) -> tuple[str, int]:
         # Kubernetes publishes a pod's name only once the pod is ready, and it is not before this.
         if (address := outward_address()) is None:
             raise
+    return _as_others_reach(host, address, one_host), port
+
+
+def reached_at(coordinator: str, one_host: bool = False) -> str:
+    """The `host:port` at which a process that is not 0 reaches the coordinator.
+
+    Args:
+      coordinator: `host:port` as every process knows it.
+      one_host: whether all processes run on one machine.
+    """
+    host, port = split_address(coordinator, "the coordinator")
+    try:
+        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    except socket.gaierror:
+        return coordinator  # it may resolve later
+    other = _as_others_reach(host, address, one_host)
+    return coordinator if other == address else host_port(other, port)
+
+
+def _as_others_reach(host: str, address: str, one_host: bool) -> str:
+    """A machine's address to the others, where its name means one that only it can reach: Debian says 127.0.1.1."""
     by_name = host not in _LOOPBACK_NAMES and address != host
-    if by_name and not one_host and _is_loopback(address):
-        # Debian gives a machine's own name the address 127.0.1.1, which no other machine can reach.
-        address = outward_address() or address
-    return address, port
+    return (outward_address() or address) if by_name and not one_host and _is_loopback(address) else address
 
 
 def split_address(text: str, what: str) -> tuple[str, int]:
