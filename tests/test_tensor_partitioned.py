@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh_of, plain_mesh_of
 
 import axonml_jax as ax
-from axonml_jax.ledger.compiled import CompiledCollective, axes_of, result_bytes
+from axonml_jax.base import named_leaves
+from axonml_jax.ledger.compiled import CompiledCollective, axes_of, partitioned_traffic, result_bytes
 from axonml_jax.parallel.plan import Partition
 from axonml_jax.testing.equality import LOW_PRECISION, assert_equals_single_device
 
@@ -172,8 +173,82 @@ def test_rules_that_do_not_fit_are_refused_with_every_offender():
         ValueError, match=r"does not accept what JAX's types write.*leave out check_vma=True, or give data"
     ):
         ax.TensorParallel(Linen(), mesh_of(tensor=4), rules=[(".*", P())], params=params, check_vma=True)
-    with pytest.raises(ValueError, match=r"has data, tensor and expert, but this one has \{'fsdp': 2\} too"):
-        make([(".*", P())], mesh_of(fsdp=2, tensor=2))
+    with pytest.raises(ValueError, match=r"data, fsdp, tensor and expert, but this one has \{'context': 2\} too"):
+        make([(".*", P())], mesh_of(context=2, tensor=2))
+    with pytest.raises(ValueError, match=r"check_vma=True with partition= beside fsdp: data of .* has one rank"):
+        ax.TensorParallel(Linen(), mesh_of(fsdp=2, tensor=2), rules=LINEN_RULES, params=params, check_vma=True)
+
+
+class Blocks(nnx.Module):
+    """Two blocks of an odd width, which fsdp pads; what rules split of `up/bias` is all that it has."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(8, 6, rngs=rngs, **F64)
+        make = lambda: nnx.Dict(up=nnx.Linear(6, 16, rngs=rngs, **F64), down=nnx.Linear(16, 6, rngs=rngs, **F64))
+        self.blocks = nnx.List([make() for _ in range(2)])
+
+    def __call__(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block.down(nnx.gelu(block.up(x)))
+        return x
+
+
+OVER_TENSOR = Partition.of(
+    {".*up/kernel": P(None, "tensor"), ".*up/bias": P("tensor"), ".*down/kernel": P("tensor"), ".*": P()}
+)
+BOTH = {
+    "zero-3": ({"fsdp": 4, "tensor": 2}, {}),
+    "hybrid": ({"data": 2, "fsdp": 2, "tensor": 2}, {"remat": "full"}),
+    "zero-2": ({"fsdp": 2, "tensor": 4}, {"fsdp": ax.Shard(stage=2), "accumulate": 2}),
+    "zero-1, typed": ({"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": ax.Shard(stage=1), "check_vma": True}),
+    "offloaded": ({"fsdp": 2, "tensor": 2}, {"offload": "full"}),
+    "flat, whole": ({"fsdp": 2, "tensor": 2}, {"fsdp": ax.Shard(flat=True, prefetch=1), "update": "whole"}),
+}
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_what_rules_split_rests_sharded_too_and_trains_as_on_one_device(name):
+    degrees, options = BOTH[name]
+    plan = ax.Plan(partition=OVER_TENSOR, **options)
+    shared = {"mesh": mesh_of(**degrees), "tx": optax.adamw(1e-2), "steps": 2, "max_grad_norm": 0.1}
+    assert_equals_single_device(Blocks(nnx.Rngs(0)), squares, X, plan, **shared)
+
+
+def test_each_rank_gathers_its_own_part_of_what_rules_split(compiled_for_users):
+    """Neither axis splits a dim of the other's; along tensor nothing but activations travels, along fsdp a rank's own parts."""
+    mesh = mesh_of(fsdp=4, tensor=2)
+    model = ax.parallelize(Blocks(nnx.Rngs(0)), mesh, ax.Plan(partition=OVER_TENSOR))
+    trainer = model.trainer(optax.adamw(1e-2), squares)
+    trainer.step(X)
+    for tree in (model.variables.params, trainer.state.opt_state[0].mu):
+        specs = {name: leaf.sharding.spec for name, leaf in named_leaves(tree["blocks"][0]).items()}
+        assert specs == {
+            "up/kernel": P("fsdp", "tensor"), "up/bias": P("tensor"),
+            "down/kernel": P("tensor", "fsdp"), "down/bias": P("fsdp"),
+        }  # fmt: skip
+    rows = ax.explain(trainer, X).collectives
+    # Of both kernels of both blocks a rank has half; width 6 is stored as 8.
+    scattered = sum(row.elements for row in rows if row.kind == "reduce_scatter" and row.axes == ("fsdp",))
+    assert scattered == 2 * 2 * 8 * 8 + 8 * 6 + 3 * 8
+    along = partitioned_traffic(trainer.trace(X).lower().compile(), dict(mesh.shape), "tensor")
+    assert {kind for kind, *_ in along.entries} == {"all_reduce"}
+    assert all(result_bytes(result) <= 8 * 2 * 6 for _, result, _ in along.entries), str(along)
+
+
+def test_checkpoints_go_on_between_rules_beside_fsdp_and_other_layouts(tmp_path):
+    trainer = lambda degrees, rules: ax.parallelize(
+        Blocks(nnx.Rngs(0)), mesh_of(**degrees), ax.Plan(partition=rules)
+    ).trainer(optax.adamw(1e-2), squares)
+    first = trainer({"fsdp": 4, "tensor": 2}, OVER_TENSOR)
+    first.step(X)
+    path, wanted = ax.save(tmp_path / "run", first), float(first.step(X)["loss"])
+    for name, degrees, rules in (("8", {"fsdp": 8}, None), ("3", {"data": 2, "fsdp": 2, "tensor": 2}, OVER_TENSOR)):
+        other = trainer(degrees, rules)
+        ax.restore(path, other)
+        np.testing.assert_allclose(other.step(X)["loss"], wanted, rtol=1e-9)
+        ax.restore(ax.save(tmp_path / name, other), back := trainer({"fsdp": 4, "tensor": 2}, OVER_TENSOR))
+        np.testing.assert_allclose(back.step(X)["loss"], other.step(X)["loss"], rtol=1e-9)
 
 
 EXPERTS, WIDTH, INNER = 8, 8, 16

@@ -11,7 +11,7 @@ import jax
 from axonml_jax.cost.base import Run
 from axonml_jax.cost.decoder import Amount, exact
 from axonml_jax.mesh.axes import as_axes
-from axonml_jax.parallel.placement import Placement
+from axonml_jax.parallel.placement import Placement, own_part
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.layout import Layout, is_layout
 from axonml_jax.strategies.strategy import reducer_of
@@ -128,7 +128,7 @@ def minimum_traffic(placement: Placement) -> Fraction:
     """
     trees = ((placement.params, True), (placement.frozen, False))
     leaves = [(each, trained) for tree, trained in trees for each in jax.tree.leaves(tree, is_leaf=is_layout)]
-    amounts = [_of_leaf(placement, layout, trained) for layout, trained in leaves]
+    amounts = [_of_leaf(placement, own_part(placement, layout), trained) for layout, trained in leaves]
     if placement.stages is None:
         return sum(amounts, Fraction(0))
     # The rank with the most; activations are not in it.

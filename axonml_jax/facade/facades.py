@@ -681,7 +681,8 @@ class TensorParallel(ParallelModel):
 
     Args:
       model: an NNX module, or a Linen module with `params=`.
-      mesh: a Mesh with `tensor` or `expert`, and perhaps `data`.
+      mesh: a Mesh with `tensor` or `expert`, and perhaps `data` and `fsdp`, over which parameters then rest sharded (ZeRO-3)
+        on dims that no rule splits.
       rules: pairs of a regular expression and a PartitionSpec over "tensor" and "expert", in order, or a mapping of them; the
         first that matches a parameter's whole path name (`blocks/0/up/kernel`) holds. Every parameter must match, and every
         rule be used: `(".*", PartitionSpec())` as the last keeps the rest whole.

@@ -117,6 +117,12 @@ def _check_partition(plan: Plan, degrees: Mapping[str, int]) -> None:
             f"partition= leaves all axes of {dict(degrees)} that have ranks to XLA's partitioner, which does not accept what "
             "JAX's types write where no other axis splits the batch: leave out check_vma=True, or give data ranks"
         )
+    alone = [axis for axis in layout.axes if degrees[axis] == 1]
+    if plan.check_vma and alone and degrees.get("fsdp", 1) > 1:
+        raise ValueError(
+            f"check_vma=True with partition= beside fsdp: {', '.join(alone)} of {dict(degrees)} has one rank, over which JAX's "
+            "types want a sum that XLA's partitioner does not accept: leave out check_vma=True, or give it ranks"
+        )
     if along := [axis for axis, _ in layout.positions if degrees[axis] > 1]:
         raise ValueError(
             f"{', '.join(along)} splits positions, and partition= leaves an axis to XLA's partitioner, whose outputs are not "
@@ -335,7 +341,8 @@ class Placement:
         values = [cast_floating(shard, self.plan.precision.compute) for shard in shards]
         with jax.named_scope("axonml.parameters"):
             for axis, strategy in self.strategies.items():
-                values = gather_bucket(strategy, values, layouts, axis)
+                gather = partial(gather_bucket, strategy, axis=axis)
+                values = on_parts(self, gather, values, layouts, axis)
         return values
 
     def reduced(self, grads: Sequence[Partial], layouts: Sequence[Layout], axis: AxisNames) -> list[Partial]:
@@ -343,7 +350,8 @@ class Placement:
         precision = self.plan.precision
         to = precision.reduce_dtype if self.ranks(axis) > 1 else precision.accumulate_dtype
         values = [grad.value.astype(to(layout.dtype)) for grad, layout in zip(grads, layouts, strict=True)]
-        totals = sync_bucket(self.strategies[axis], values, layouts, axis)
+        sync = partial(sync_bucket, self.strategies[axis], axis=axis)
+        totals = on_parts(self, sync, values, layouts, axis)
         return [grad.summed(axis, total) for grad, total in zip(grads, totals, strict=True)]
 
     def sync(
@@ -406,6 +414,40 @@ def check_model(placement: Placement, model: Functional) -> None:
     deciding = [(axis, own) for axis, each in there if (own := each.having(Decides)) is not None]
     if problems := [why for axis, own in deciding for why in own.model_problems(model, axis, placement.degrees)]:
         raise ValueError("; ".join(problems))
+
+
+def on_parts(
+    placement: Placement,
+    send: Callable[[Sequence[jax.Array], Sequence[Layout]], list[jax.Array]],
+    values: Sequence[jax.Array],
+    layouts: Sequence[Layout],
+    axis: AxisNames,
+) -> list[jax.Array]:
+    """What a strategy makes of a bucket: of each rank's own parts, where XLA's partitioner splits leaves that rest sharded.
+
+    Left to itself the partitioner would make such leaves whole before they are gathered or scattered along another axis, and
+    send them so.
+    """
+    split = {name for layout in layouts for entry in layout.left for name in as_axes(entry or ())}
+    if not split or not placement.axes.sharded or placement.ranks(axis) == 1:
+        return send(values, layouts)
+    parts, specs = [own_part(placement, layout) for layout in layouts], tuple(layout.left for layout in layouts)
+    on_own = jax.shard_map(
+        lambda *own: tuple(send(own, parts)),
+        in_specs=specs,
+        out_specs=specs,
+        axis_names=split,
+        check_vma=placement.plan.check_vma,
+    )
+    return list(on_own(*values))
+
+
+def own_part(placement: Placement, layout: Layout) -> Layout:
+    """The layout of what a rank has of a leaf that XLA's partitioner splits, where leaves rest sharded too."""
+    if not placement.axes.sharded:
+        return layout
+    entries = [*layout.left, *[None] * (len(layout.stored) - len(layout.left))]
+    return layout.divided([placement.ranks(entry or ()) for entry in entries])
 
 
 def read_tree(placement: Placement, shards: PyTree, layouts: PyTree) -> PyTree:
@@ -585,15 +627,15 @@ def by_rules(
     """The splits that a plan's rules ask for, by path name.
 
     Raises:
-      ValueError: for a mesh with other axes than data and those of the rules, a model whose layers split themselves, and rules
-        that do not fit.
+      ValueError: for a mesh with other axes than data, fsdp and those of the rules, a model whose layers split themselves, and
+        rules that do not fit.
     """
     split = [name for name, spec in in_layers.items() if any(spec)]
     if split:
         raise ValueError(
             f"rules split models whose layers do not split themselves, but these do: {', '.join(split[:8])}"
         )
-    there = {axis: size for axis, size in degrees.items() if size > 1 and axis != "data"}
+    there = {axis: size for axis, size in degrees.items() if size > 1 and axis not in ("data", "fsdp")}
     if unnamed := {axis: size for axis, size in there.items() if axis in PARTITIONED and axis not in partition.axes}:
         raise ValueError(
             f"the mesh has {unnamed}, and no rule names {' or '.join(unnamed)}: these devices would all do the same work. Give "
@@ -601,7 +643,7 @@ def by_rules(
         )
     if others := {axis: size for axis, size in there.items() if axis not in PARTITIONED}:
         raise ValueError(
-            f"with path rules the mesh has data, tensor and expert, but this one has {others} too: build the model with "
+            f"with path rules the mesh has data, fsdp, tensor and expert, but this one has {others} too: build the model with "
             "parallel layers, or swap its layers by ax.auto_parallelize"
         )
     return partition.specs(merge(variables.params, variables.frozen), degrees)
@@ -615,12 +657,46 @@ def left_to_partitioner(placement: Placement, axes: Collection[str]) -> Placemen
         spec = PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
         parts = [math.prod(placement.degrees[axis] for axis in entry) for entry in entries]
         parts += [1] * (len(layout.stored) - len(parts))
-        return replace(layout, spec=spec, parts=tuple(parts))
+        return replace(layout, spec=spec, parts=tuple(parts), left=_only(layout.spec, axes))
 
     seen = (jax.tree.map(whole, tree, is_leaf=is_layout) for tree in (placement.params, placement.frozen))
     params, frozen = seen
     resting = replace(placement, left=frozenset(axes))
     return replace(resting, params=params, frozen=frozen, at_rest=resting)
+
+
+def _only(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    """A spec without other axes than these."""
+    entries = [tuple(axis for axis in as_axes(entry or ()) if axis in axes) for entry in spec]
+    while entries and not entries[-1]:
+        entries.pop()
+    return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+
+
+def beside_rules(
+    layout: Layout, strategies: Mapping[AxisNames, AbstractStrategy], degrees: Mapping[str, int]
+) -> Layout:
+    """The layout refined by the plan's strategies, of which none splits a dim that a rule splits.
+
+    Split by both, a rank's part along one axis would not be what it gathers along the other. A leaf of which rules split every
+    dim is kept by all ranks of the other axes.
+    """
+    ruled = [dim for dim, parts in enumerate(layout.parts) if parts > 1]
+    narrow = tuple(1 if dim in ruled else size for dim, size in enumerate(layout.shape))
+    seen = Layout.whole(jax.ShapeDtypeStruct(narrow, layout.dtype), layout.stack_dims)
+    for axis, strategy in strategies.items():
+        found = strategy.spec(seen, axis, math.prod(degrees[name] for name in as_axes(axis)))
+        seen = seen if any(found.parts[dim] > 1 for dim in ruled) else found
+    entries = [layout.axes_of(dim) or seen.axes_of(dim) for dim in range(len(seen.stored))]
+    while entries and not entries[-1]:
+        entries.pop()
+    sizes = [layout if dim in ruled else seen for dim in range(len(seen.stored))]
+    return replace(
+        layout,
+        spec=PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries)),
+        stored=tuple(of.stored[dim] for dim, of in enumerate(sizes)),
+        parts=tuple(of.parts[dim] for dim, of in enumerate(sizes)),
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -673,6 +749,8 @@ def bind_plan(
         for dim, entry in enumerate(in_layers.get(path_name(path), PartitionSpec())):
             for axis in as_axes(entry or ()):
                 leaf = leaf.on(axis, dim, degrees[axis]) if degrees[axis] > 1 else leaf
+        if plan.partition is not None:
+            return beside_rules(leaf, strategies, degrees)
         for axis, strategy in strategies.items():
             leaf = strategy.spec(leaf, axis, math.prod(degrees[name] for name in as_axes(axis)))
         return leaf

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
@@ -34,6 +34,7 @@ class Layout:
       stored: the global shape in which it is stored; the same as `shape` unless a dim had to be padded to divide.
       parts: into how many parts each dim of the stored array is split.
       stack_dims: how many first dims number layers or experts, where the model says it (`Functional.stacked_dims`).
+      left: how axes that a step leaves to XLA's partitioner split the array, which looks whole along them.
 
     >>> layout = Layout.whole(jax.ShapeDtypeStruct((8, 3), "float32")).on("fsdp", dim=1, size=2)
     >>> layout.axes, layout.stored, layout.shard
@@ -46,6 +47,7 @@ class Layout:
     stored: tuple[int, ...]
     parts: tuple[int, ...]
     stack_dims: int = 0
+    left: PartitionSpec = PartitionSpec()
 
     @staticmethod
     def whole(leaf: Any, stack_dims: int = 0) -> "Layout":
@@ -68,7 +70,12 @@ class Layout:
         while entries and entries[-1] is None:
             entries.pop()
         stored = tuple(n * k for n, k in zip(shard, parts, strict=True))
-        return Layout(self.shape, self.dtype, PartitionSpec(*entries), stored, tuple(parts), self.stack_dims)
+        return replace(self, spec=PartitionSpec(*entries), stored=stored, parts=tuple(parts))
+
+    def divided(self, counts: Sequence[int]) -> "Layout":
+        """The layout of one of so many equal parts of each dim."""
+        parts = lambda sizes: tuple(size // count for size, count in zip(sizes, counts, strict=True))
+        return replace(self, shape=parts(self.shape), stored=parts(self.stored), left=PartitionSpec())
 
     @property
     def shard(self) -> tuple[int, ...]:
@@ -88,7 +95,8 @@ class Layout:
         """The layout of `size` such arrays stacked along a new dim 0, which these axes split."""
         spec = PartitionSpec(as_axes(axes), *self.spec)
         stored, parts = (size, *self.stored), (size, *self.parts)
-        return Layout((size, *self.shape), self.dtype, spec, stored, parts, self.stack_dims + 1)
+        left = PartitionSpec(None, *self.left) if any(self.left) else self.left
+        return Layout((size, *self.shape), self.dtype, spec, stored, parts, self.stack_dims + 1, left)
 
     def sliced(self, ndim: int) -> "Layout":
         """The layout of one entry along the first dims, which must not be split, so that `ndim` stored dims remain."""
@@ -97,8 +105,8 @@ class Layout:
             return self
         assert all(parts == 1 for parts in self.parts[:drop])
         spec = PartitionSpec(*tuple(self.spec)[drop:])
-        left = max(self.stack_dims - drop, 0)
-        return Layout(self.shape[drop:], self.dtype, spec, self.stored[drop:], self.parts[drop:], left)
+        stack, left = max(self.stack_dims - drop, 0), PartitionSpec(*tuple(self.left)[drop:])
+        return Layout(self.shape[drop:], self.dtype, spec, self.stored[drop:], self.parts[drop:], stack, left)
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
