@@ -237,9 +237,9 @@ def test_no_file_is_named_after_nothing():
 
 
 CEILINGS = {
-    "files with more than five lines of code": 185,
-    "lines of code": 51_500,
-    "arrows between files": 1_230,
+    "files with more than five lines of code": 187,
+    "lines of code": 52_300,
+    "arrows between files": 1_245,
     "methods of the widest class": 29,
     "modules that `ax.DDP` imports": 45,
     "calls of trainer(), DDP": 1_250,
