@@ -1,6 +1,7 @@
 """`axonml-jax plan` writes what `train` reads; `explain --check` and `train` keep to a budget of memory and traffic."""
 
 import json
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +99,17 @@ def test_published_models_are_planned_by_name(capsys):
     assert "124,439,808 parameters" in out and "memory per device" in out and "if\n" in out
 
 
+def test_what_crosses_slices_has_the_price_of_the_network(capsys):
+    flags = ["plan", "llama3-8b", "--devices", "64", "--batch", "64", "--length", "1024", "--axes", "data", "fsdp"]
+    found = []
+    for slices in (1, 16):
+        assert main([*flags, "--slices", str(slices)]) == 0
+        out = capsys.readouterr().out
+        assert ("in 16 slices" in out) == (slices == 16)
+        found.append(float(re.search(r"network not hidden ([\d.,]+) ms", out)[1].replace(",", "")))
+    assert found[1] > 2 * found[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -105,6 +117,8 @@ def test_published_models_are_planned_by_name(capsys):
         (["gpt9", "--devices", "8"], "neither a configuration file nor one of gpt2-small"),
         (["llama3-8b", "--devices", "2", "--batch", "2", "--hardware", "v5e"], "no plan of 8,030,261,248 parameters"),
         (["gpt2-small", "--devices", "2", "--batch", "2", "--hardware", "v9"], "not in the table"),
+        (["gpt2-small", "--devices", "8", "--batch", "8", "--hardware", "h100", "--slices", "2"], "TPUs form slices"),
+        (["gpt2-small", "--devices", "8", "--batch", "8", "--slices", "3"], "8 devices do not form so many"),
     ],
 )
 def test_what_cannot_be_planned_exits_with_two(arguments, message, capsys):

@@ -176,6 +176,9 @@ def plan_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--hardware", default="v5p", help=f"{names}, or {MEASURE}: this machine's devices (default: v5p)"
     )
+    parser.add_argument(
+        "--slices", type=int, default=1, metavar="N", help="of TPU chips, that a network joins (default: 1)"
+    )
     parser.add_argument("--batch", type=int, metavar="B", help="sequences per update (default: the configuration's)")
     parser.add_argument(
         "--length", type=int, metavar="S", help="of a sequence (default: the configuration's or the longest)"

@@ -543,7 +543,9 @@ def _long_enough(config: TransformerConfig, length: int) -> TransformerConfig:
 
 def _hardware(chosen: argparse.Namespace, model: TransformerConfig) -> Hardware:
     if chosen.hardware != MEASURE:
-        return hardware(chosen.hardware)
+        return hardware(chosen.hardware).in_slices(chosen.devices, chosen.slices)
+    if chosen.slices != 1:
+        raise ValueError(f"--slices {chosen.slices}: --hardware {MEASURE} takes this machine's devices as they are")
     from axonml_jax.planner.verify import measure
 
     found = measure(chosen.devices, model=model)

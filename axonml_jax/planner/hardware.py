@@ -1,7 +1,7 @@
 """Hardware in numbers, assumptions, and goodput: failures, recovery, how often to save."""
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -78,6 +78,33 @@ class Hardware:
         link = self.link if self.layer_link is None or not layers else self.layer_link
         across = least(link, self.cross * self.island / least(self.island, inner))
         return either(ranks * inner <= self.island, link, across)
+
+    def in_slices(self, devices: int, slices: int) -> "Hardware":
+        """The same chips in so many slices, of one size each, which the data-center network joins.
+
+        >>> HARDWARE["v5p"].in_slices(2048, 4).island
+        512
+
+        Args:
+          devices: of the job.
+          slices: that they come in.
+
+        Raises:
+          ValueError: where these chips form no slices, the devices no such number of them, or a slice is more than a pod.
+        """
+        if slices == 1:
+            return self
+        if not self.torus:
+            raise ValueError(
+                f"slices={slices}: {self.name} comes in nodes of {self.island}, which are priced; TPUs form slices"
+            )
+        if slices < 1 or devices % slices:
+            raise ValueError(f"slices={slices}: {devices} devices do not form so many of one size")
+        if devices // slices > self.island:
+            raise ValueError(
+                f"slices={slices}: a slice of {devices // slices} is more than the largest pod of {self.name}, {self.island}"
+            )
+        return replace(self, island=devices // slices)
 
     def idle(self, bubble: Many) -> Many:
         """What is left of a pipeline's bubble where devices that wait leave their cores to the others.

@@ -340,9 +340,11 @@ class Answer:
 
     def __str__(self) -> str:
         asked, best = self.asked, self.best.price
+        slices = -(-asked.num_devices // asked.hardware.island) if asked.hardware.torus else 1
+        islands = f" in {slices} slices" if slices > 1 else ""
         head = (
             f"{asked.model.num_params:,} parameters, {asked.global_batch:,} sequences of {asked.length:,} on "
-            f"{asked.num_devices:,} x {asked.hardware.name} ({asked.memory / 2**30:.1f} GiB each may be filled)"
+            f"{asked.num_devices:,} x {asked.hardware.name}{islands} ({asked.memory / 2**30:.1f} GiB each may be filled)"
         )
         rows = [_row(one) for one in (self.best, *self.runners_up)]
         table = aligned(["plan", "ms/step", "MFU", "GiB", "exposed ms", "bubble ms"], rows, left=1)
