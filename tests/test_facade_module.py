@@ -170,3 +170,27 @@ def test_a_module_that_was_handed_out_survives_the_next_step(mesh):
     before = to_host(arrays(module, None))
     trainer.step(BATCH)
     assert jax.tree.all(jax.tree.map(np.array_equal, to_host(arrays(module, None)), before))
+
+
+def test_a_model_and_its_trainer_print_what_was_chosen_and_how_arrays_rest():
+    class Deep(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(3)])
+
+        def __call__(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model = ax.FSDP(Deep(nnx.Rngs(0)), ax.make_mesh(data=2, fsdp=4), remat="full")
+    trainer = model.trainer(optax.sgd(0.1), lambda model, batch: model(batch).mean(), max_grad_norm=1.0)
+    assert "fsdp=Shard(" in repr(model) and "remat='full'" in repr(model) and "batch_stats" not in repr(model)
+    first, held, _, head, _, *rows = str(trainer).splitlines()
+    assert first.startswith("Trainer(FSDP(mesh=") and first.endswith("accumulate=1, max_grad_norm=1.0)")
+    assert held == "216 elements in 6 arrays, of which a device holds 54"
+    assert head.split() == ["array", "shape", "dtype", "spec", "of", "a", "device", "count"]
+    assert [row.split() for row in rows] == [
+        ["blocks/*/bias", "(8,)", "float32", "P('fsdp')", "(2,)", "3"],
+        ["blocks/*/kernel", "(8,", "8)", "float32", "P('fsdp')", "(2,", "8)", "3"],
+    ]
+    assert str(model).splitlines()[1:] == str(trainer).splitlines()[1:]

@@ -338,6 +338,9 @@ class Trainer(Generic[M]):
         accumulate, clips = self._placement.plan.accumulate, self._max_grad_norm
         return f"{type(self).__name__}({self.model!r}, accumulate={accumulate}, max_grad_norm={clips})"
 
+    def __str__(self) -> str:
+        return f"{self!r}\n{str(self.model).partition(chr(10))[2]}"
+
     @property
     def state(self) -> TrainState:
         """Everything the run is between two steps; the next step gives its buffers up, `jax.tree.map(jnp.copy, ...)` keeps one.
@@ -781,6 +784,11 @@ class ParallelModel(SavedModel):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(mesh={dict(self.mesh.shape)}, plan={self.plan})"
+
+    def __str__(self) -> str:
+        from axonml_jax.ledger.report import resting
+
+        return f"{self!r}\n{resting(self._placement.params, in_stages=self._placement.stages is not None)}"
 
     def _repr_html_(self) -> str:
         return self.plan._repr_html_(f"ax.{type(self).__name__}", self.mesh.shape)

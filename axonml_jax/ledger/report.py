@@ -1,18 +1,21 @@
 """`ax.explain`: the ledger of a step as a report."""
 
 import json
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any, overload
 
-from axonml_jax.base import lines, section
+from axonml_jax.base import PyTree, lines, named_leaves, section
 from axonml_jax.cost.base import GRADIENTS, PARAMETERS
 from axonml_jax.cost.decoder import Amount, exact, is_decoder
 from axonml_jax.ledger.count import (
     Collective,
     PrintedTable,
     TrafficRow,
+    aligned,
     axes_table,
     collectives_in,
     number,
@@ -272,3 +275,41 @@ def _targets(minimum: Minimum | None) -> tuple[tuple[str, Amount], ...]:
     if wrong:
         raise ValueError(f"minimum {wrong}: bytes must be finite and not negative")
     return tuple((name, exact(Fraction(amount))) for name, amount in named.items())
+
+
+# --------------------------------------------------------------------------------------------------
+# How a model's arrays rest on devices, as `print(model)` shows it.
+# --------------------------------------------------------------------------------------------------
+
+
+def resting(layouts: PyTree, *, in_stages: bool = False, most: int = 24) -> str:
+    """How arrays rest on devices, as a table: those alike but for the numbers in their names in one row.
+
+    >>> import jax
+    >>> from axonml_jax.sharding.layout import Layout
+    >>> half = Layout.whole(jax.ShapeDtypeStruct((8, 3), "float32")).on("fsdp", dim=0, size=2)
+    >>> print(resting({"blocks/0": half, "blocks/1": half}))
+    48 elements in 2 arrays, of which a device holds 24
+    <BLANKLINE>
+    array     shape   dtype    spec       of a device  count
+    --------  ------  -------  ---------  -----------  -----
+    blocks/*  (8, 3)  float32  P('fsdp')  (4, 3)           2
+
+    Args:
+      layouts: by path.
+      in_stages: a device holds those of its pipeline's stages only.
+      most: rows; the last one counts all others where there are more.
+    """
+    rows, leaves = Counter(), named_leaves(layouts)
+    for name, each in leaves.items():
+        spec = f"P({', '.join(map(repr, each.spec))})" if any(each.spec) else "whole"
+        left = f", XLA P({', '.join(map(repr, each.left))})" if any(each.left) else ""
+        plain = "/".join("*" if part.isdecimal() else part for part in name.split("/"))
+        rows[plain, str(each.shape), str(each.dtype), spec + left, str(each.shard)] += 1
+    cells = [[*row, f"{count:,}"] for row, count in rows.items()]
+    if len(cells) > most:
+        cells[most - 1 :] = [["...", "", "", "", "", f"{len(leaves) - sum(list(rows.values())[: most - 1]):,}"]]
+    table = aligned(["array", "shape", "dtype", "spec", "of a device", "count"], cells, left=5)
+    total, held = (sum(map(of, leaves.values())) for of in (lambda each: each.size, lambda each: math.prod(each.shard)))
+    holds = "those of its stages" if in_stages else f"{held:,}"
+    return f"{total:,} elements in {len(leaves):,} arrays, of which a device holds {holds}\n\n{table}"

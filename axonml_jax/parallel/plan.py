@@ -357,7 +357,7 @@ def checked_remat(remat: Any) -> str | None:
 # --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """How a model is spread over a mesh and stepped.
 
@@ -527,6 +527,9 @@ class Plan:
             object.__setattr__(self, name, joint)
         object.__setattr__(self, "axes", PlanAxes({**self.axes, ("fsdp", "context"): joint}))
         return []
+
+    def __repr__(self) -> str:
+        return in_words(self)
 
     def _repr_html_(self, title: str = "ax.Plan", degrees: Mapping[str, int] | None = None) -> str:
         return plan_html(self, title, degrees)
