@@ -788,7 +788,8 @@ class ParallelModel(SavedModel):
     def __str__(self) -> str:
         from axonml_jax.ledger.report import resting
 
-        return f"{self!r}\n{resting(self._placement.params, in_stages=self._placement.stages is not None)}"
+        params = self._placement.resting.params
+        return f"{self!r}\n{resting(params, in_stages=self._placement.stages is not None)}"
 
     def _repr_html_(self) -> str:
         return self.plan._repr_html_(f"ax.{type(self).__name__}", self.mesh.shape)

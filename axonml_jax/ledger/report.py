@@ -303,9 +303,8 @@ def resting(layouts: PyTree, *, in_stages: bool = False, most: int = 24) -> str:
     rows, leaves = Counter(), named_leaves(layouts)
     for name, each in leaves.items():
         spec = f"P({', '.join(map(repr, each.spec))})" if any(each.spec) else "whole"
-        left = f", XLA P({', '.join(map(repr, each.left))})" if any(each.left) else ""
         plain = "/".join("*" if part.isdecimal() else part for part in name.split("/"))
-        rows[plain, str(each.shape), str(each.dtype), spec + left, str(each.shard)] += 1
+        rows[plain, str(each.shape), str(each.dtype), spec, str(each.shard)] += 1
     cells = [[*row, f"{count:,}"] for row, count in rows.items()]
     if len(cells) > most:
         cells[most - 1 :] = [["...", "", "", "", "", f"{len(leaves) - sum(list(rows.values())[: most - 1]):,}"]]
