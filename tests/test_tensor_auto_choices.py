@@ -162,3 +162,9 @@ def test_with_nothing_swapped_that_is_said():
     ):
         Between(acting)
     assert warned[0].filename == __file__
+
+
+def test_layers_that_are_parallel_already_are_said_to_be():
+    model = nnx.Sequential(ax.ColumnParallelLinear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    report = ax.auto_parallelize(model, mesh_of(tensor=2))
+    assert report.left == {"layers/0": "it is a parallel layer already"}

@@ -13,6 +13,7 @@ from flax import linen, nnx
 
 from axonml_jax.layers import swap
 from axonml_jax.layers.swap import AutoReport, Example, Pairs, SplitAxes, SwappedLayer, find_pairs, port
+from axonml_jax.layers.whole import SPEC
 from axonml_jax.mesh.axes import LAYER_AXES
 
 # --------------------------------------------------------------------------------------------------
@@ -318,12 +319,15 @@ def _changes(
                 reasons[path] = str(left)
         elif path not in changes and any(isinstance(value, nnx.Param) for value in vars(module).values()):
             kinds[path] = kind.__name__
-            reasons[path] = _why_not(kind)
+            reasons[path] = _why_not(module)
     order = {path: i for i, path in enumerate(modules)}
     return changes, reasons, dict(sorted(kinds.items(), key=lambda item: order[item[0]]))
 
 
-def _why_not(kind: type) -> str:
+def _why_not(module: nnx.Module) -> str:
+    kind = type(module)
+    if any(any(each.get_metadata().get(SPEC, ())) for each in vars(module).values() if isinstance(each, nnx.Param)):
+        return "it is a parallel layer already"
     if base := next((base for base in swap.RULES if issubclass(kind, base)), None):
         return f"a subclass of {base.__name__}, whose code is its own"
     return "no layer that is split"
