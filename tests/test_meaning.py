@@ -104,6 +104,17 @@ def test_microbatches_add_up_to_the_loss_and_metrics_of_the_whole_batch(plan):
     assert not isinstance(found, str) and found < 1e-9, found
 
 
+def pairs(net, b):
+    """Of a microbatch that gives each rank one row there are none."""
+    z = net(b["x"])
+    i, j = np.triu_indices(len(z), 1)
+    return (jnp.abs(z[i] - z[j]).sum(-1) * (b["y"][i] == b["y"][j])).mean()
+
+
+def test_a_loss_that_reads_nothing_of_one_row_is_taken_of_all():
+    assert cell(pairs, plain(pairs, 16), 16, "ddp, accumulate", linen=False, check_vma=False) < 1e-9
+
+
 def test_a_scatter_of_typed_rows_goes_into_zeros_in_a_pipeline():
     loss = CASES["segment means"]
     assert cell(loss, plain(loss, 16), 16, "pipeline, fsdp", linen=False, check_vma=True) < 1e-9

@@ -75,9 +75,9 @@ def decided(asked: Asked, *, in_layers: bool, trains: bool) -> Decided | str:
         return _inlined_decision(asked, in_layers)
     except Exception as error:  # such as the five largest of four rows
         failed = error
-    if trains and local is not None:
-        _refuse_unread(asked, local)
     if local is not None and (local.weighted or talks(local.program, asked.axes)):
+        if trains:
+            _refuse_unread(asked, local)
         return ROWS
     try:
         whole = asked.traced(())
