@@ -23,6 +23,7 @@ from axonml_jax.mesh.axes import BATCH_AXES, LAYER_AXES, as_axes
 from axonml_jax.model.view import Functional, Variables
 from axonml_jax.program.program import (
     NAMED_CALLS,
+    ArraysOf,
     Atom,
     Equation,
     NamedCall,
@@ -30,6 +31,7 @@ from axonml_jax.program.program import (
     is_constant,
     read_program,
     run_program,
+    run_traced,
 )
 from axonml_jax.program.values import Axes, differing
 
@@ -643,23 +645,22 @@ def reading_whole(fun: Callable, model: Functional, variables: Variables, *args:
         return _checked(fun, places, variables, *args)
     leaves, treedef, found = _with_places(places, variables, args)
     own = [at if path_name(path[1:]) in swapped else () for (path, _), at in zip(leaves, found, strict=True)]
-    seen: dict[str, Any] = {}
 
-    def arrays_of(*leaves: Any) -> list[jax.Array]:
-        given = [gathered(leaf, at) if at else leaf for leaf, at in zip(leaves, own, strict=True)]
+    def on_wholes(*parts: Any) -> Any:
+        given = [gathered(leaf, at) if at else leaf for leaf, at in zip(jax.tree.leaves(parts), own, strict=True)]
         params, frozen, state, args = treedef.unflatten(given)
         with whole_allowed():
-            out, seen["treedef"] = jax.tree.flatten(fun(Variables(params, frozen, state), *args))
-        seen["fixed"] = [None if isinstance(leaf, jax.Array) else leaf for leaf in out]
-        return [leaf for leaf in out if isinstance(leaf, jax.Array)]
+            return fun(Variables(params, frozen, state), *args)
 
-    values = [leaf for _, leaf in leaves]
-    program = marked_program(trace(arrays_of, *values).jaxpr)
-    losses = WholeLosses(program, [frozenset(axis for _, axis in at) for at in found])
-    shards = [SplitValue(leaf, at) if at else leaf for leaf, at in zip(values, own, strict=True)]
-    arrays = iter(run_marked(program, shards, losses))
-    losses.refuse()
-    return seen["treedef"].unflatten([next(arrays) if leaf is None else leaf for leaf in seen["fixed"]])
+    def on_shards(program: Program, values: Sequence[Any]) -> list[Any]:
+        losses = WholeLosses(program, [frozenset(axis for _, axis in at) for at in found])
+        shards = [SplitValue(leaf, at) if at else leaf for leaf, at in zip(values, own, strict=True)]
+        made = run_marked(program, shards, losses)
+        losses.refuse()
+        return made
+
+    given = variables.params, variables.frozen, variables.state, *args
+    return run_traced(on_wholes, on_shards, *given, read=marked_program)
 
 
 def _checked(fun: Callable, places: Mapping[str, Places], variables: Variables, *args: Any) -> Any:
@@ -669,12 +670,11 @@ def _checked(fun: Callable, places: Mapping[str, Places], variables: Variables, 
     if seen:
         leaves, treedef, found = _with_places(places, variables, args)
 
-        def arrays_of(*leaves: Any) -> list[jax.Array]:
+        def again(*leaves: Any) -> Any:
             params, frozen, state, args = treedef.unflatten(leaves)
-            made = fun(Variables(params, frozen, state), *args)
-            return [leaf for leaf in jax.tree.leaves(made) if isinstance(leaf, jax.Array)]
+            return fun(Variables(params, frozen, state), *args)
 
-        program = marked_program(trace(arrays_of, *(leaf for _, leaf in leaves)).jaxpr)
+        program = marked_program(trace(ArraysOf(again), *(leaf for _, leaf in leaves)).jaxpr)
         WholeLosses(program, [frozenset(axis for _, axis in at) for at in found]).refuse()
     return out
 

@@ -696,15 +696,27 @@ def run_traced(
       read: the program of a traced function.
     """
     leaves, treedef = jax.tree.flatten(args)
-    seen: dict[str, Any] = {}
+    arrays_of = ArraysOf(lambda *leaves: fun(*treedef.unflatten(leaves)))
+    return arrays_of.restored(run_body(read(trace(arrays_of, *leaves).jaxpr), leaves))
 
-    def arrays_of(*leaves: Any) -> list[jax.Array]:
-        out, seen["treedef"] = jax.tree.flatten(fun(*treedef.unflatten(leaves)))
-        seen["fixed"] = [None if isinstance(leaf, jax.Array) else leaf for leaf in out]
-        return [leaf for leaf in out if isinstance(leaf, jax.Array)]
 
-    arrays = iter(run_body(read(trace(arrays_of, *leaves).jaxpr), leaves))
-    return seen["treedef"].unflatten([next(arrays) if leaf is None else leaf for leaf in seen["fixed"]])
+class ArraysOf:
+    """A function as a trace takes it: it returns the arrays among its results; leaves that are none are handed through."""
+
+    def __init__(self, fun: Callable[..., PyTree]):
+        self._fun, self._treedef, self._others = fun, None, []
+
+    def __call__(self, *args: Any) -> list[jax.Array]:
+        """The arrays of `fun(*args)`, flat."""
+        leaves, self._treedef = jax.tree.flatten(self._fun(*args))
+        self._others = [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+        return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+
+    def restored(self, arrays: Iterable[Any]) -> PyTree:
+        """What `fun` returned in the last call, with these arrays in the place of its own."""
+        assert self._treedef is not None, "the function was not traced"
+        own = iter(arrays)
+        return self._treedef.unflatten([next(own) if leaf is None else leaf for leaf in self._others])
 
 
 def run_bodies(equation: Equation, values: Sequence[Any], run_body: RunBody) -> list[Any] | None:

@@ -381,17 +381,13 @@ class Plain(Rest):
             frozen = read_tree(placement, variables.frozen, placement.frozen)
             return fun(Variables(params, frozen, variables.state), *args)
         from axonml_jax.parallel.units import Replayed
+        from axonml_jax.program.program import ArraysOf
 
-        seen: dict[str, Any] = {}
-
-        def arrays_of(params, frozen, state, *args):
-            leaves, seen["treedef"] = jax.tree.flatten(fun(Variables(params, frozen, state), *args))
-            seen["fixed"] = [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
-            return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-
+        arrays_of = ArraysOf(lambda params, frozen, state, *args: fun(Variables(params, frozen, state), *args))
         given = (variables.state, *args)
-        arrays = iter(Replayed(placement, model).apply(arrays_of, variables.params, variables.frozen, given))
-        return seen["treedef"].unflatten([next(arrays) if leaf is None else leaf for leaf in seen["fixed"]])
+        return arrays_of.restored(
+            Replayed(placement, model).apply(arrays_of, variables.params, variables.frozen, given)
+        )
 
     def parts(self, grads: PyTree) -> Iterable[Part]:
         """Leaf by leaf."""
