@@ -105,11 +105,6 @@ class Asked:
         """The mode of a model that sees the whole batch."""
         return Mode(training=self.mode.training, precision=self.mode.precision)
 
-    def parsed(self, bound: Any, batch: PyTree) -> tuple[Loss, bool]:
-        """What the loss returns, and whether that is `WeightedMean`s alone."""
-        returned = self.loss_fn(bound, batch)
-        return jax.tree.map(jnp.asarray, parse_loss(returned)), is_weighted(returned)
-
     @property
     def everywhere(self) -> tuple[int, ...]:
         """The numbers of all groups."""
@@ -164,7 +159,7 @@ class Asked:
             variables = jax.tree.map(self.typed, variables, self.variables)
             seen["calls"] = calls = Calls(self.model, self.mode, variables, key, self.typed_axes)
             with calls.stand_in() as bound:
-                loss, seen["weighted"] = self.parsed(bound, batch)
+                loss, seen["weighted"] = _parsed(self.loss_fn(bound, batch))
                 changed = calls.changed_by_loss(bound)
             seen["changed"] = tuple(changed)
             return loss, [x for value in changed.values() for x in jax.tree.leaves(value)]
@@ -202,7 +197,7 @@ class Asked:
         def fun(variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, list[jax.Array]]:
             variables = jax.tree.map(self.typed, variables, self.variables)
             bound = self.model.bind(variables, key, self.seeing_all)
-            loss, seen["weighted"] = self.parsed(bound, batch)
+            loss, seen["weighted"] = _parsed(self.loss_fn(bound, batch))
             return loss, jax.tree.leaves(self.model.state_of(bound))
 
         with self._seen(parts):
@@ -248,6 +243,11 @@ def calls_alone(asked: Asked, whole: Traced, number: int) -> list[Call] | None:
     except Exception:
         return None
     return walk.noted
+
+
+def _parsed(returned: Any) -> tuple[Loss, bool]:
+    """What a loss returned, and whether that is `WeightedMean`s alone."""
+    return jax.tree.map(jnp.asarray, parse_loss(returned)), is_weighted(returned)
 
 
 def _shape(x: Any) -> tuple[int, ...]:

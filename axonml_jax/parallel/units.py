@@ -84,9 +84,6 @@ def overlapped(
         not reads_exactly(each) and each.role.parameters == "sharded" for each in placement.strategies.values()
     )
 
-    def flat_loss(read: Sequence[jax.Array], *args):
-        return loss(treedef.unflatten(read), *args)
-
     def group(indices: Sequence[int], values: Sequence) -> list[list[int]]:
         sizes = [value.size * wire_itemsize(placement, layouts[i]) for i, value in zip(indices, values, strict=True)]
         return assign_buckets(sizes, placement.reducer.bucket_bytes)
@@ -101,7 +98,7 @@ def overlapped(
         return not rounded and all(parts == 1 for parts in layouts[leaf].parts[:depth])
 
     seen = placement.read(leaves, layouts) if wholes is None else wholes
-    hooked = sink(flat_loss, seen, args, group=group, hook=hook, sliceable=sliceable)
+    hooked = sink(loss, treedef.unflatten(seen), args, group=group, hook=hook, sliceable=sliceable)
 
     def run(carriers: PyTree, accumulated: PyTree | None, *args):
         more = [None] * len(leaves) if accumulated is None else jax.tree.leaves(accumulated)

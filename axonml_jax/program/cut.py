@@ -190,7 +190,7 @@ class _Scanned:
 
 def sink(
     fun: Callable[..., PyTree],
-    read: Sequence[jax.Array],
+    read: PyTree,
     args: tuple,
     *,
     group: Grouping,
@@ -200,8 +200,9 @@ def sink(
     """Trace `fun(read, *args)` and return a function of (inputs, extras, *args) that hooks each input at its first use.
 
     Args:
-      fun: a function of a list of arrays and anything else.
-      read: the arrays `fun` reads, as the hooks will give them (dtypes and varying types count, values do not).
+      fun: a function of a pytree of arrays and anything else.
+      read: the arrays `fun` reads, as the hooks will give them (dtypes and varying types count, values do not); inputs and
+        extras are lists in their order.
       args: the other arguments.
       group: which inputs share a hook, decided at each level separately.
       hook: called once per group while the returned function is traced. `inputs` may differ from `read` in shape, dtype
@@ -212,12 +213,12 @@ def sink(
     Returns:
       The function; an input that is never used is never hooked.
     """
-    traced = trace(fun, list(read), *args)
-    level = _level(traced.jaxpr, {i: i for i in range(len(read))}, sliceable, 0)
+    traced, leaves = trace(fun, read, *args), jax.tree.leaves(read)
+    level = _level(traced.jaxpr, {i: i for i in range(len(leaves))}, sliceable, 0)
 
     def hooked(inputs, extras, *args):
-        pending = _Pending(level, list(inputs), list(extras), list(read), group, hook)
-        values = [*map(_Input, range(len(read))), *jax.tree.leaves(args)]
+        pending = _Pending(level, list(inputs), list(extras), leaves, group, hook)
+        values = [*map(_Input, range(len(leaves))), *jax.tree.leaves(args)]
         return traced.out_tree.unflatten(_run(level, values, pending))
 
     return hooked

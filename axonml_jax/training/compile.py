@@ -209,16 +209,15 @@ class Objective:
 
     def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
         """The loss of one microbatch on one rank, and the model's state after it."""
-        return self.reading(self._of)(variables, key, batch)
+        return self.reading(self._evaluated if self.mode.training is False else self._of)(variables, key, batch)
 
-    def _of(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
-        loss, state = self._called(variables, key, batch)
-        if self.mode.training is False:
-            again = lambda state: self._called(replace(variables, state=state), key, batch)[1]
-            refuse_moved(self.model, variables.state, state, again)
+    def _evaluated(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
+        loss, state = self._of(variables, key, batch)
+        again = lambda state: self._of(replace(variables, state=state), key, batch)[1]
+        refuse_moved(self.model, variables.state, state, again)
         return loss, state
 
-    def _called(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
+    def _of(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
         on_rows = partial(self._on_rows, variables, key)
         if self.whole is None:
             return on_rows(batch)
@@ -353,13 +352,13 @@ class Objective:
           `f(params, state, key, batch) -> (scalar, (Loss, state))`.
         """
 
-        return lambda params, *args: self._part(params, frozen, *args, parts=parts)
+        return partial(self._part, frozen=frozen, parts=parts)
 
     def differentiable_with_frozen(self, parts: Parts) -> Callable:
         """`differentiable` of read frozen parameters too: `f(params, frozen, state, key, batch)`."""
-        return lambda *args: self._part(*args, parts=parts)
+        return lambda params, frozen, *args: self._part(params, *args, frozen=frozen, parts=parts)
 
-    def _part(self, params: PyTree, frozen: PyTree, state: PyTree, key: jax.Array, batch: PyTree, *, parts: Parts):
+    def _part(self, params: PyTree, state: PyTree, key: jax.Array, batch: PyTree, *, frozen: PyTree, parts: Parts):
         before = Variables(params, frozen, state)
         loss, state = self(before, key, batch)
         self.refuse_unread(loss.total, params, before, key, batch)

@@ -63,8 +63,15 @@ class OneByOne(GradientEngine):
         count, rank = placement.plan.microbatches, key_number(placement)
         by_rows = placement.plan.draws == "rows"
         keys = part_keys(placement, key, batch, count) if by_rows else [shard_key(key, a, rank) for a in range(count)]
-        batches = None if len(keys) == 1 else self._batches(variables, keys, batch)
-        grads, losses, state, left = self._accumulated(self.one(variables), variables.state, keys, batch, batches)
+        batches = None if count == 1 else self._batches(variables, keys, batch)
+        run, left = self.one(variables), None
+        if self.left_out is not None:
+            left = parts_of(placement, jax.tree.leaves(self.left_out))
+        if count == 1:
+            grads, loss, state, left = run(variables.state, keys[0], batch, None if self.sync else (), left)
+            losses = jax.tree.map(lambda x: x[None], loss)
+        else:
+            grads, losses, state, left = self._accumulated(run, variables.state, keys, batches, left)
         tree = lambda leaves: jax.tree.unflatten(jax.tree.structure(variables.params), leaves)
         known = lacking(placement, None if self.sync else ())
         grads = [grad.taken(known) for grad in grads]
@@ -82,21 +89,15 @@ class OneByOne(GradientEngine):
             raise ValueError(NO_SCALE)
         return rest_of(self.placement).swept(self.objective, variables, jnp.stack(keys), batch, batches)
 
-    def _accumulated(self, run: OneMicrobatch, state: PyTree, keys: list, batch: PyTree, batches: PyTree):
+    def _accumulated(self, run: OneMicrobatch, state: PyTree, keys: list, batches: PyTree, left: list[Partial] | None):
         placement, sync = self.placement, self.sync
         inner = placement.axes.each_microbatch if sync else ()
         outer = [axis for axis in placement.strategies if axis not in inner] if sync else []
-        feedback, left = self.feedback, None
-        if self.left_out is not None:
-            left = parts_of(placement, jax.tree.leaves(self.left_out))
-        if len(keys) == 1:
-            grads, loss, state, left = run(state, keys[0], batch, None if sync else (), left)
-            return grads, jax.tree.map(lambda x: x[None], loss), state, left
         waits = [axis for axis in flat_axes(outer) if axis in placement.axes.batch and placement.ranks(axis) > 1]
         if not (placement.reducer.overlaps and waits):
             grads, losses, state = self._loop(run, state, keys, batches, inner, left)
             layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
-            left = None if feedback is None else _left_out(feedback, placement, grads, layouts)
+            left = None if self.feedback is None else _left_out(self.feedback, placement, grads, layouts)
             return placement.sync_buckets(grads, layouts, axes=outer) if outer else grads, losses, state, left
         head, last = jax.tree.map(lambda x: x[:-1], batches), jax.tree.map(lambda x: x[-1], batches)
         grads, losses, state = self._loop(run, state, keys[:-1], head, inner, left)
