@@ -548,7 +548,7 @@ def test_a_part_of_a_reshaped_array_is_the_reshaped_part(seed):
 
 def step_text(loss, monkeypatch, *, by_rows):
     if by_rows:
-        monkeypatch.setattr(Objective, "_called", Objective._on_rows)
+        monkeypatch.setattr(Objective, "_of", Objective._on_rows)
     model = ax.parallelize(Net(nnx.Rngs(0)), mesh_of(data=4), ax.Plan())
     trainer = model.trainer(optax.sgd(0.1), loss)
     return str(trainer.train_step.trace(trainer.state, batch_of(16)).jaxpr)
@@ -557,7 +557,7 @@ def step_text(loss, monkeypatch, *, by_rows):
 def step_text_split(monkeypatch, *, by_rows):
     """Of a transformer whose vocabulary is split."""
     if by_rows:
-        monkeypatch.setattr(Objective, "_called", Objective._on_rows)
+        monkeypatch.setattr(Objective, "_of", Objective._on_rows)
     config = TransformerConfig(
         vocab_size=16, num_layers=1, hidden_size=8, num_heads=2, max_length=8, mlp_hidden_size=16
     )
