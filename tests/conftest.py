@@ -93,7 +93,7 @@ PINNED = (
     "test_read_back.py::test_what_the_disk_made_of_a_write_is_found_before_an_older_checkpoint_goes[checkpoint.json]",
     "test_recognised_attention.py::test_attention_is_found_told_and_put_back[logsumexp, spread late]",
 )
-"""Rows that are always taken: a mutant of the package died in no other (benchmarks/mutants.py)."""
+"""Rows that are always taken: a mutant of the package died in no other (benchmarks/truth/mutants.py)."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""DDP equals the single-device run, over a cover of plans x models; the whole product is benchmarks/full_matrix.py."""
+"""DDP equals the single-device run, over a cover of plans x models; the whole product is benchmarks/truth/full_matrix.py."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from plan_tables import DDP, name, pairwise
 import axonml_jax as ax
 from axonml_jax.testing.equality import assert_equals_single_device
 
-# A model for each trap; benchmarks/full_matrix.py has them all.
+# A model for each trap; benchmarks/truth/full_matrix.py has them all.
 MODELS = ["dropout", "masked_batch_norm", "tied", "recurrent", "scanned", "linen_masked"]
 TABLE = pairwise(DDP | {"case": MODELS})
 PLANS = [row for row in TABLE if CASES[row["case"]].typed or not row["check_vma"]]

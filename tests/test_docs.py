@@ -145,8 +145,15 @@ def test_the_readme_is_short():
 
 def test_the_list_of_benchmarks_has_every_script():
     text = (ROOT / "benchmarks" / "README.md").read_text("utf-8")
-    present = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
-    assert set(re.findall(r"`(\w+\.py)`", text)) == present
+    begin, *parts = re.split(r"^## .*`(\w+)/`.*$", text, flags=re.MULTILINE)
+    listed = {
+        folder: set(re.findall(r"`(\w+\.py)`", part))
+        for folder, part in [("", begin), *zip(parts[::2], parts[1::2], strict=True)]
+    }
+    folders = {path.name for path in (ROOT / "benchmarks").iterdir() if list(path.glob("*.py"))}
+    assert listed == {
+        each: {path.name for path in (ROOT / "benchmarks" / each).glob("*.py")} for each in {"", *folders}
+    }
 
 
 def test_decision_notes_are_numbered_and_have_the_same_parts():

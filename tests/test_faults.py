@@ -1,4 +1,4 @@
-"""The short version of benchmarks/fault_campaign.py: real processes, faults, and a run that ends bit for bit as it should."""
+"""A short benchmarks/faults/fault_campaign.py: real processes, faults, and a run that ends bit for bit as it should."""
 
 import importlib
 import json
@@ -17,11 +17,11 @@ PAGE = ROOT / "docs" / "reliability.md"
 
 @pytest.fixture(scope="module")
 def benchmarks():
-    """Imports a script of benchmarks/ by its name."""
-    before = set(sys.modules)
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+    """Imports a script of benchmarks/faults, benchmarks/truth or benchmarks itself by its name."""
+    before, places = set(sys.modules), list(sys.path)
+    sys.path[:0] = [str(ROOT / "benchmarks" / folder) for folder in ("faults", "truth", "")]
     yield importlib.import_module
-    sys.path.remove(str(ROOT / "benchmarks"))
+    sys.path[:] = places
     for name in set(sys.modules) - before:
         if str(getattr(sys.modules[name], "__file__", "")).startswith(str(ROOT / "benchmarks")):
             del sys.modules[name]
@@ -49,7 +49,7 @@ def test_a_campaign_is_the_same_for_the_same_seed_and_tries_every_kind_plan_and_
 def test_the_tables_of_the_page_are_those_of_the_records(benchmarks, script, name):
     module = benchmarks(script)
     _, inside, _ = benchmarks("written_table").between(PAGE, name)
-    assert inside.strip() == module.table(module.known(module.RECORDS, 0)), f"run benchmarks/{script}.py --write"
+    assert inside.strip() == module.table(module.known(module.RECORDS, 0)), f"run {script}.py --write"
 
 
 PARENT = """
@@ -78,7 +78,7 @@ sys.exit(7)
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="a fork writes its command where /proc reads it")
 def test_a_fork_of_the_campaign_is_the_program_that_was_to_be_started(tmp_path):
     (tmp_path / "child.py").write_text(CHILD)
-    (tmp_path / "parent.py").write_text(PARENT.replace("BENCHMARKS", repr(str(ROOT / "benchmarks"))))
+    (tmp_path / "parent.py").write_text(PARENT.replace("BENCHMARKS", repr(str(ROOT / "benchmarks" / "faults"))))
     command = [sys.executable, "parent.py"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     wanted = ["['child.py', 'a', 'b c'] __main__ True True True", "True [0, 1, 2]", "taken leave", " 7 True True"]
@@ -115,7 +115,7 @@ def test_faults_of_kinds_that_each_commit_chooses_anew_are_survived(campaign, tm
     numbers = [small[kind] for kind in [*campaign.KINDS][first::9]]
     records = tmp_path / "faults.jsonl"
     options = ["--jobs", "3", "--stuck-after", "30", "--records", str(records), "--again"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "fault_campaign.py"), *options]
+    command = [sys.executable, str(ROOT / "benchmarks" / "faults" / "fault_campaign.py"), *options]
     for _ in range(3):
         run = subprocess.run(
             [*command, "--numbers", *map(str, numbers)],

@@ -1,4 +1,4 @@
-"""FSDP equals the single-device run, over a cover of strategies x models; benchmarks/full_matrix.py has the whole product."""
+"""FSDP equals the single-device run, over strategies x models; benchmarks/truth/full_matrix.py has the whole product."""
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ from test_ddp_equality import OPTIMIZERS
 import axonml_jax as ax
 from axonml_jax.testing.equality import assert_equals_single_device
 
-# A model for each trap; benchmarks/full_matrix.py has them all.
+# A model for each trap; benchmarks/truth/full_matrix.py has them all.
 MODELS = ["dropout", "tied", "recurrent", "scanned", "linen_batch_norm"]
 PLANS = [row for row in pairwise(FSDP | {"case": MODELS}) if possible(row)]
 

@@ -14,7 +14,7 @@ from axonml_jax.planner.verify import topology_devices
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (pip install 'axonml-jax[tpu]')"
 )
-MIB = 2**20
+MIB, BENCHMARKS = 2**20, Path(__file__).resolve().parents[1] / "benchmarks"
 PLANS = {
     "plain": ax.Plan(fsdp=ax.Shard()),
     "prefetch": ax.Plan(fsdp=ax.Shard(prefetch=1)),
@@ -27,7 +27,7 @@ PLANS = {
 def compiled():
     """(the model, what the compiler plans by plan) for 8 chips of a v5e."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "path", [str(Path(__file__).resolve().parents[1] / "benchmarks"), *sys.path])
+        patch.setattr(sys, "path", [str(BENCHMARKS / "memory"), str(BENCHMARKS), *sys.path])
         from deep_models import mlp
         from fsdp_memory import measure
 

@@ -25,7 +25,7 @@ from axonml_jax.planner.hardware import (
     failure_rate,
 )
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks" / "faults"))
 
 from simulated_week import simulate
 

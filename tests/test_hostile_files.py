@@ -25,7 +25,7 @@ def test_a_few_hundred_changed_documents_end_in_a_named_error_or_are_read():
     pytest.importorskip("safetensors")
     pytest.importorskip("tokenizers")
     pytest.importorskip("pyarrow")
-    command = [sys.executable, str(ROOT / "benchmarks" / "fuzz_inputs.py"), "--cases", "500", "--seed", "1"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "faults" / "fuzz_inputs.py"), "--cases", "500", "--seed", "1"]
     run = subprocess.run(
         command, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}, timeout=300
     )

@@ -23,7 +23,7 @@ from axonml_jax.models.transformer import Transformer
 from axonml_jax.program.program import read_program
 from axonml_jax.training.compile import Objective
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "truth"))
 from expert_models import Net as Experts
 from expert_models import batch_of as expert_batch
 from expert_models import grad_of

@@ -114,11 +114,11 @@ def test_in_a_fresh_process(case):
 
 @pytest.mark.parametrize("devices", [2, 3, 8])
 def test_steps_that_nobody_waits_for_end_with_the_fewest_threads(devices):
-    script = os.path.join(os.path.dirname(__file__), "..", "benchmarks", "run_ahead.py")
+    script = os.path.join(os.path.dirname(__file__), "..", "benchmarks", "faults", "run_ahead.py")
     assert "1500 steps" in run([script, "--devices", str(devices), "--steps", "1500", "--ahead"], NPROC="1")
 
 
 @pytest.mark.parametrize("devices", [2, 8])
 def test_a_plain_training_loop_runs_to_its_end(devices):
-    script = os.path.join(os.path.dirname(__file__), "..", "benchmarks", "run_ahead.py")
+    script = os.path.join(os.path.dirname(__file__), "..", "benchmarks", "faults", "run_ahead.py")
     assert "400 steps" in run([script, "--devices", str(devices), "--steps", "400"])

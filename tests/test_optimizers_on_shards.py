@@ -1,6 +1,6 @@
 """Optimizers on the parts of parameters that devices hold: equal to one device, or refused by name; a wrong one never passes.
 
-All setups x all plans: benchmarks/optax_setups.py.
+All setups x all plans: benchmarks/truth/optax_setups.py.
 """
 
 import re

@@ -48,7 +48,7 @@ def check(row, steps=5):
     assert_equals_single_device(model, loss_fn, batches, plan, **options)
 
 
-# A hand-picked cover: every value with every schedule or model; benchmarks/full_matrix.py has pairwise ones.
+# A hand-picked cover: every value with every schedule or model; benchmarks/truth/full_matrix.py has pairwise ones.
 COVER = """
 chain    1f1b        4 2S+1 data      step 1 None      True  0.3
 linen    gpipe       2 S-1  data+fsdp step 2 selective False None

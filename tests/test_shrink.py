@@ -21,7 +21,7 @@ STEPS, LIMIT = 60, 200
 
 @pytest.fixture
 def machines(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "faults")
     elastic = importlib.import_module("elastic_machines")
     monkeypatch.setattr(elastic, "QUICK", QUICK)
     options = [
