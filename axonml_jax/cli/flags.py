@@ -189,6 +189,14 @@ def plan_parser() -> argparse.ArgumentParser:
         help="dtypes (default: the configuration's, or bf16)",
     )  # fmt: skip
     parser.add_argument("--max-memory", type=memory_size, metavar="SIZE", help="bytes of a device to use, as in 14GiB")
+    _add_search(parser)
+    _add_assumptions(parser)
+    _add_outputs(parser)
+    add_imports(parser)
+    return parser
+
+
+def _add_search(parser: argparse.ArgumentParser) -> None:
     named = lambda axis: SYNONYMS.get(axis.lower(), axis)
     parser.add_argument(
         "--axes", nargs="+", choices=SEARCHED, type=named, default=SEARCHED, help="mesh axes to take (default: all)"
@@ -203,10 +211,6 @@ def plan_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--offload", action="store_true", help="optimizer states may rest on the host if nothing fits else"
     )
-    _add_assumptions(parser)
-    _add_outputs(parser)
-    add_imports(parser)
-    return parser
 
 
 def _add_assumptions(parser: argparse.ArgumentParser) -> None:
