@@ -159,8 +159,8 @@ def test_rules_that_do_not_fit_are_refused_with_every_offender():
         assert line in str(caught.value)
     with pytest.raises(ValueError, match=r"Dense_1/bias: dims \[0\] of \(4,\) do not divide over tensor=8"):
         make([("Dense_1/bias", P("tensor")), (".*", P())], mesh_of(tensor=8))
-    with pytest.raises(ValueError, match=r"names the axes \['data'\].*'\(' is no regular expression"):
-        make([(".*", P("data")), ("(", P())])
+    with pytest.raises(ValueError, match=r"names the axes \['pipe'\].*'\(' is no regular expression"):
+        make([(".*", P("pipe")), ("(", P())])
     with pytest.raises(ValueError, match="axis 'tensor' or 'expert', and the mesh has"):
         make([(".*", P())], mesh_of(data=2))
     with pytest.raises(ValueError, match=r"the mesh has \{'expert': 2\}, and no rule names expert"):

@@ -13,13 +13,13 @@ from jax.sharding import Mesh
 from axonml_jax.base import LossFn, PyTree, is_choice
 from axonml_jax.collectives.gradients import CommHook, GradSyncStrategy
 from axonml_jax.facade.trainer import ParallelModel
-from axonml_jax.mesh.axes import STAGES
+from axonml_jax.mesh.axes import PARTITIONED, STAGES
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.world import ProcessGroup, World, as_mesh
 from axonml_jax.model.loss import Precision
 from axonml_jax.model.view import Trainable
 from axonml_jax.parallel.context import Context
-from axonml_jax.parallel.plan import PARTITIONED, CPUOffload, Kernels, Partition, Plan, Remat, Rules
+from axonml_jax.parallel.plan import CPUOffload, Kernels, Partition, Plan, Remat, Rules
 from axonml_jax.sharding.layout import Order, replicated
 from axonml_jax.strategies.replicate import Replicate
 from axonml_jax.strategies.shard import ReduceWire, Shard, ShardingStrategy, Wire
@@ -420,7 +420,8 @@ def parallelize(
       model: an NNX module or a function without arguments that makes one (then parameters are made where they will
         rest), or a Linen module with `params=`.
       mesh: a Mesh, a World, a ProcessGroup, or None: the plan's own degrees, or all devices on `data`.
-      plan: how the model is spread and stepped; None is data parallelism.
+      plan: how the model is spread and stepped; None: as the model's annotations say (`ax.Plan.from_annotations`), where
+        they name axes of the mesh; else data parallelism.
       params: a Linen module's variables, or a function without arguments that makes them.
       trainable: which parameters train.
       seed: of dropout and other random streams.
@@ -683,7 +684,8 @@ class TensorParallel(ParallelModel):
       model: an NNX module, or a Linen module with `params=`.
       mesh: a Mesh with `tensor` or `expert`, and perhaps `data` and `fsdp`, over which parameters then rest sharded (ZeRO-3)
         on dims that no rule splits.
-      rules: pairs of a regular expression and a PartitionSpec over "tensor" and "expert", in order, or a mapping of them; the
+      rules: pairs of a regular expression and a PartitionSpec over "tensor" and "expert" (or your mesh's own names of these),
+        in order, or a mapping of them. With "fsdp" a rule names the dim on which a leaf rests sharded over it. The
         first that matches a parameter's whole path name (`blocks/0/up/kernel`) holds. Every parameter must match, and every
         rule be used: `(".*", PartitionSpec())` as the last keeps the rest whole.
       params: a Linen module's variables.
@@ -719,7 +721,8 @@ class TensorParallel(ParallelModel):
         draws: Literal["shards", "rows"] = "shards",
         seed: int = 0,
     ):
-        mesh = as_mesh(mesh)
+        given, mesh = mesh, as_mesh(mesh)
+        names = dict(zip(getattr(given, "axis_names", mesh.axis_names), mesh.axis_names, strict=True))
         if not set(PARTITIONED) & set(mesh.shape):
             raise ValueError(
                 f"TensorParallel splits parameters over the mesh axis 'tensor' or 'expert', and the mesh has "
@@ -727,7 +730,7 @@ class TensorParallel(ParallelModel):
             )
         plan = Plan(
             data=Replicate(sync_strategy=sync_strategy),  # pyright: ignore[reportArgumentType]  # it checks and converts names
-            partition=Partition.of(rules),
+            partition=Partition.of(rules, names),
             precision=Precision.of(precision),
             remat=remat,
             batch_stats=batch_stats,

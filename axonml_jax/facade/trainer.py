@@ -15,14 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
+from flax import linen, nnx
 from jax.sharding import Mesh
 
 from axonml_jax.base import LossFn, PyTree, logger, named_leaves
+from axonml_jax.mesh.axes import PARTITIONED
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.world import ProcessGroup, as_mesh
 from axonml_jax.model.loss import UNREAD
-from axonml_jax.model.view import Functional, Mode, Trainable, Variables, functionalize, named_variables
+from axonml_jax.model.view import Functional, Mode, ModelAround, Trainable, Variables, functionalize, named_variables
 from axonml_jax.parallel.placement import Placement, bind_plan, check_model
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.batch import refuse_tracing
@@ -716,6 +717,24 @@ def _shapes(batch: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x)), batch)
 
 
+def _plan_of(model: Any, view: Functional, given: Any, params: PyTree | None, split: PyTree) -> Plan:
+    """The plan of a model for which none is given: as it is annotated, where that names axes of the mesh.
+
+    Layers that split themselves have said all there is to say; and names that only rules would explain count for nothing on a
+    mesh that splits nothing but batches.
+    """
+    if any(any(spec) for spec in named_leaves(split).values()):
+        return Plan()
+    from axonml_jax.parallel.annotations import Annotations
+
+    made = isinstance(model, (nnx.Module, linen.Module, ModelAround))
+    found = Annotations.read(model if made else view.abstract_module, given, params=params)
+    splits = any(found.degrees.get(axis, 1) > 1 for axis in PARTITIONED)
+    if not any(each.said for each in found.of.values()) or (found.problems and not splits):
+        return Plan()
+    return Plan.annotated(found)
+
+
 # --------------------------------------------------------------------------------------------------
 # A model on a mesh under a plan: what `parallelize` returns and every facade is.
 # --------------------------------------------------------------------------------------------------
@@ -749,18 +768,19 @@ class ParallelModel(SavedModel):
         from axonml_jax.training.same_everywhere import checksums
 
         super().__init__()
-        if not isinstance(plan := plan or Plan(), Plan):
+        if plan is not None and not isinstance(plan, Plan):
             raise TypeError(f"plan={plan!r} must be an ax.Plan, or None for data parallelism")
         if not isinstance(seed, Integral):
             raise TypeError(f"seed={seed!r} must be a whole number")
-        if mesh is None and plan.mesh is not None:
+        if mesh is None and plan is not None and plan.mesh is not None:
             mesh = make_mesh(devices=None, **plan.mesh.degrees)
-        mesh = as_mesh(mesh, own=plan.axes)
+        given, mesh = mesh, as_mesh(mesh, own=plan.axes if plan is not None else ())
         if not isinstance(mesh, Mesh):
             raise TypeError(f"a model lives on devices, but {mesh} has none: give a jax.sharding.Mesh")
         self.mesh = mesh
         view, whole = functionalize(model, params, trainable)
         split, stages = layer_specs(view, self.mesh.shape), None
+        plan = plan if plan is not None else _plan_of(model, view, given, params, split)
         if plan.pipe is not None:
             from axonml_jax.pipeline.pack import stage_assigner
 
@@ -783,7 +803,8 @@ class ParallelModel(SavedModel):
         self._newest_trainer: Callable[[], Trainer | None] = lambda: None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(mesh={dict(self.mesh.shape)}, plan={self.plan})"
+        read = "" if (found := self.plan.annotations) is None else f", read from {found!r}"
+        return f"{type(self).__name__}(mesh={dict(self.mesh.shape)}, plan={self.plan}{read})"
 
     def __str__(self) -> str:
         from axonml_jax.ledger.report import resting

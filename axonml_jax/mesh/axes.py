@@ -11,6 +11,9 @@ BATCH_AXES: tuple[str, ...] = ("data", "fsdp", "expert", "depth")
 LAYER_AXES: tuple[str, ...] = ("expert", "depth", "row", "col", "tensor")
 """The axes along which parallel layers split their parameters themselves."""
 
+PARTITIONED: tuple[str, ...] = ("tensor", "expert")
+"""The axes along which XLA's partitioner may split any model's parameters by rules; along `expert` rows are split too."""
+
 STAGES = "pipe"
 """The axis along which the stages of a pipeline lie."""
 

@@ -102,12 +102,23 @@ def noting_calls(init: Callable[[], Any], found: dict[str, tuple]) -> Callable[[
             made = init()
         params = made.get("params", made) if isinstance(made, Mapping) else {}
         if (order := order_of_init(params)) is None and len(calls) > 1:  # sorted: by an inner jit
-            names = {name: tuple(name.split("/")) for name in named_leaves(linen.meta.unbox(params))}
+            names = {name: tuple(name.split("/")) for name in named_leaves(unboxed(params))}
             order = {name: (*_called(calls, path), -1, path[-1]) for name, path in names.items()}
         found.update(order or {})
         return made
 
     return noted
+
+
+def unboxed(tree: PyTree) -> PyTree:
+    """Linen's variables without their boxes, as they lie: Flax's own `unbox` moves them where a mesh and rules are around."""
+
+    def value(leaf: Any) -> Any:
+        while isinstance(leaf, linen.meta.AxisMetadata):
+            leaf = leaf.unbox(apply_constraint=False) if isinstance(leaf, linen.Partitioned) else leaf.unbox()
+        return leaf
+
+    return jax.tree.map(value, tree, is_leaf=lambda leaf: isinstance(leaf, linen.meta.AxisMetadata))
 
 
 def _called(calls: Mapping[tuple[str, ...], int], path: tuple[str, ...]) -> tuple[int, ...]:
@@ -505,7 +516,7 @@ def linen_functional(
             f"params= of a Linen module must be what module.init returned, not a {type(variables).__name__}"
         )
     order = order_of_init(variables.get("params", variables))
-    collections = dict(unfreeze(linen.meta.unbox(variables)))
+    collections = dict(unfreeze(unboxed(variables)))
     if "params" not in collections:
         collections = {"params": collections}
     trained, frozen = partition(collections.pop("params"), trainable)
@@ -945,7 +956,7 @@ def named_arrays(given: Any) -> dict[str, Any]:
         given = nnx.to_pure_dict(nnx.filter_state(given, nnx.Not(nnx.Any(nnx.RngState, nnx.Intermediate))))
     if not isinstance(given, Mapping):
         raise TypeError(f"give a flax.nnx.Module or arrays by name, not {_words(given)}")
-    leaves = jax.tree_util.tree_flatten_with_path(unfreeze(linen.meta.unbox(dict(given))), is_leaf=_whole)[0]
+    leaves = jax.tree_util.tree_flatten_with_path(unfreeze(unboxed(dict(given))), is_leaf=_whole)[0]
     return _checked([(path_name(p), x.get_value() if isinstance(x, nnx.Variable) else x) for p, x in leaves])
 
 

@@ -18,10 +18,10 @@ from axonml_jax.collectives.gradients import Partial, assign_buckets
 from axonml_jax.collectives.primitives import axis_index, joined_over
 from axonml_jax.compat.order import after
 from axonml_jax.compat.varying_types import varying_axes
-from axonml_jax.mesh.axes import LAYER_AXES, STAGES, AxisNames, as_axes, flat_axes
+from axonml_jax.mesh.axes import LAYER_AXES, PARTITIONED, STAGES, AxisNames, as_axes, flat_axes
 from axonml_jax.model.loss import Precision, cast_floating
 from axonml_jax.model.view import Functional, Variables, merge
-from axonml_jax.parallel.plan import PARTITIONED, CPUOffload, Partition, Plan
+from axonml_jax.parallel.plan import CPUOffload, Partition, Plan
 from axonml_jax.sharding.batch import BatchLayout
 from axonml_jax.sharding.layout import Layout, is_layout, movable, to_device_memory
 from axonml_jax.strategies.replicate import Replicate
@@ -649,6 +649,20 @@ def by_rules(
     return partition.specs(merge(variables.params, variables.frozen), degrees)
 
 
+def _check_named(plan: Plan, degrees: Mapping[str, int]) -> None:
+    """Refuse rules that name an axis over which nothing rests sharded."""
+    assert plan.partition is not None
+    shards = {
+        name for axis, each in plan.on(degrees).items() if each.role.parameters == "sharded" for name in as_axes(axis)
+    }
+    named = plan.partition.named.difference(PARTITIONED)
+    if idle := sorted(axis for axis in named - shards if degrees.get(axis, 1) > 1):
+        raise ValueError(
+            f"rules name {', '.join(idle)}, along which the plan keeps parameters whole on every rank: leave "
+            f"{' and '.join(idle)} out of the rules, or shard over it, ax.Plan({idle[0]}=ax.Shard())"
+        )
+
+
 def left_to_partitioner(placement: Placement, axes: Collection[str]) -> Placement:
     """A placement that leaves axes to the partitioner: leaves look whole along them inside a step, and rest as they did."""
 
@@ -674,28 +688,45 @@ def _only(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
 
 
 def beside_rules(
-    layout: Layout, strategies: Mapping[AxisNames, AbstractStrategy], degrees: Mapping[str, int]
+    layout: Layout, said: PartitionSpec, strategies: Mapping[AxisNames, AbstractStrategy], degrees: Mapping[str, int]
 ) -> Layout:
-    """The layout refined by the plan's strategies, of which none splits a dim that a rule splits.
+    """The layout refined by the plan's strategies, of which none splits a dim that the partitioner splits.
 
     Split by both, a rank's part along one axis would not be what it gathers along the other. A leaf of which rules split every
     dim is kept by all ranks of the other axes.
+
+    Args:
+      layout: as the partitioner splits it.
+      said: the leaf's rule, which may name the dim that a strategy splits.
+      strategies: of the mesh's axes.
+      degrees: of the mesh.
     """
-    ruled = [dim for dim, parts in enumerate(layout.parts) if parts > 1]
-    narrow = tuple(1 if dim in ruled else size for dim, size in enumerate(layout.shape))
-    seen = Layout.whole(jax.ShapeDtypeStruct(narrow, layout.dtype), layout.stack_dims)
+    ruled = {dim for dim, parts in enumerate(layout.parts) if parts > 1}
     for axis, strategy in strategies.items():
-        found = strategy.spec(seen, axis, math.prod(degrees[name] for name in as_axes(axis)))
-        seen = seen if any(found.parts[dim] > 1 for dim in ruled) else found
-    entries = [layout.axes_of(dim) or seen.axes_of(dim) for dim in range(len(seen.stored))]
-    while entries and not entries[-1]:
+        named = {dim for dim, entry in enumerate(said) if set(as_axes(axis)).intersection(as_axes(entry or ()))}
+        taken = ruled | ({*range(len(layout.shape))} - named if named else set())
+        # What it may not split looks as if there were nothing to split.
+        shape = tuple(1 if dim in taken else size for dim, size in enumerate(layout.shape))
+        narrow = Layout.whole(jax.ShapeDtypeStruct(shape, layout.dtype), layout.stack_dims)
+        found = strategy.spec(narrow, axis, math.prod(degrees[name] for name in as_axes(axis)))
+        if not layout.shape:
+            layout = found
+        elif found.axes and not any(found.parts[dim] > 1 for dim in taken):
+            layout = _joined(layout, found)
+    return layout
+
+
+def _joined(layout: Layout, other: Layout) -> Layout:
+    """The layout of a leaf of which two layouts split different dims."""
+    own = [other if parts > 1 else layout for parts in other.parts]
+    entries = [each.axes_of(dim) for dim, each in enumerate(own)]
+    while not entries[-1]:
         entries.pop()
-    sizes = [layout if dim in ruled else seen for dim in range(len(seen.stored))]
     return replace(
         layout,
         spec=PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries)),
-        stored=tuple(of.stored[dim] for dim, of in enumerate(sizes)),
-        parts=tuple(of.parts[dim] for dim, of in enumerate(sizes)),
+        stored=tuple(each.stored[dim] for dim, each in enumerate(own)),
+        parts=tuple(each.parts[dim] for dim, each in enumerate(own)),
     )
 
 
@@ -734,6 +765,7 @@ def bind_plan(
     in_layers = named_leaves(split)
     if plan.partition is not None:
         in_layers = by_rules(plan.partition, variables, degrees, in_layers)
+        _check_named(plan, degrees)
     check_axes(plan, degrees, in_layers)
     alone = any(strategy.role.reduces == "never" for strategy in plan.on(degrees).values())
     if alone and plan.precision.scales_loss:
@@ -745,12 +777,12 @@ def bind_plan(
     require_types(plan.check_vma)
 
     def layout(path: tuple, like: jax.ShapeDtypeStruct) -> Layout:
-        leaf = Layout.whole(like, stacks.get(path_name(path), 0))
-        for dim, entry in enumerate(in_layers.get(path_name(path), PartitionSpec())):
+        leaf, said = Layout.whole(like, stacks.get(path_name(path), 0)), in_layers.get(path_name(path), PartitionSpec())
+        for dim, entry in enumerate(said if plan.partition is None else _only(said, PARTITIONED)):
             for axis in as_axes(entry or ()):
                 leaf = leaf.on(axis, dim, degrees[axis]) if degrees[axis] > 1 else leaf
         if plan.partition is not None:
-            return beside_rules(leaf, strategies, degrees)
+            return beside_rules(leaf, said, strategies, degrees)
         for axis, strategy in strategies.items():
             leaf = strategy.spec(leaf, axis, math.prod(degrees[name] for name in as_axes(axis)))
         return leaf

@@ -6,12 +6,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from numbers import Integral
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from jax.sharding import PartitionSpec
 
 from axonml_jax.base import PyTree, is_choice, is_one_of, lines, member, named_leaves, section, table
-from axonml_jax.mesh.axes import AXES, BATCH_AXES, LAYER_AXES, STAGES, AxisNames, as_axes
+from axonml_jax.mesh.axes import AXES, BATCH_AXES, LAYER_AXES, PARTITIONED, STAGES, AxisNames, as_axes
 from axonml_jax.mesh.shape import MeshShape
 from axonml_jax.model.loss import Precision
 from axonml_jax.model.view import Functional
@@ -34,6 +35,7 @@ from axonml_jax.strategies.strategy import (
 
 if TYPE_CHECKING:
     from axonml_jax.model.lora import Adapter
+    from axonml_jax.parallel.annotations import Annotations, LogicalRules
     from axonml_jax.pipeline.schedules import Pipelined
 
 # --------------------------------------------------------------------------------------------------
@@ -77,9 +79,6 @@ class CPUOffload(enum.Enum):
 # Path rules that split the parameters of any model over axes whose communication XLA's partitioner chooses.
 # --------------------------------------------------------------------------------------------------
 
-PARTITIONED = ("tensor", "expert")
-"""The axes that rules may name. Along `expert` rows of the batch are split too."""
-
 Rules = Mapping[str, PartitionSpec] | Iterable[tuple[str, PartitionSpec]]
 
 
@@ -90,7 +89,8 @@ class Partition:
     Adapters (`ax.lora`) are split as the sides of their matrices are; rules name the model's own parameters.
 
     Attributes:
-      rules: (regular expression, PartitionSpec over `tensor` and `expert`) in order.
+      rules: (regular expression, PartitionSpec over `tensor` and `expert`) in order. They may name `data` and `fsdp` too:
+        the dim on which a strategy that shards over it does so; elsewhere it chooses.
       adapters: of a model's matrices, by path (see `for_model`).
     """
 
@@ -98,13 +98,18 @@ class Partition:
     adapters: "tuple[tuple[str, Adapter], ...]" = field(default=(), repr=False)
 
     @staticmethod
-    def of(rules: Rules) -> "Partition":
+    def of(rules: Rules, names: Mapping[str, str] = MappingProxyType({})) -> "Partition":
         """From a mapping or from pairs.
+
+        Args:
+          rules: pairs of a regular expression and a PartitionSpec.
+          names: of the user's names of axes this library's.
 
         Raises:
           TypeError, ValueError: listing every rule that is none.
         """
         pairs: Any = tuple(rules.items() if isinstance(rules, Mapping) else (tuple(rule) for rule in rules))
+        pairs = tuple(_in_our_names(rule, names) for rule in pairs)
         wrong = [problem for rule in pairs if (problem := _wrong(rule))]
         if wrong or not pairs:
             raise ValueError(
@@ -116,9 +121,12 @@ class Partition:
     @property
     def axes(self) -> frozenset[str]:
         """The axes that the rules name, all of which a step leaves to the partitioner; `tensor` where they name none."""
-        return frozenset(
-            axis for _, spec in self.rules for entry in spec for axis in as_axes(entry or ())
-        ) or frozenset(PARTITIONED[:1])
+        return self.named.intersection(PARTITIONED) or frozenset(PARTITIONED[:1])
+
+    @property
+    def named(self) -> frozenset[str]:
+        """All axes that the rules name."""
+        return frozenset(axis for _, spec in self.rules for entry in spec for axis in as_axes(entry or ()))
 
     def for_model(self, model: Functional) -> "Partition":
         """The rules, which know the model's adapters."""
@@ -169,6 +177,13 @@ class Partition:
         return f"every parameter it matches ({', '.join(hidden[:3])}) is taken by an earlier rule, {first!r}"
 
 
+def _in_our_names(rule: Any, names: Mapping[str, str]) -> Any:
+    if len(rule) != 2 or not isinstance(rule[1], PartitionSpec):
+        return rule
+    ours = lambda entry: entry if entry is None else tuple(names.get(axis, axis) for axis in as_axes(entry))
+    return rule[0], PartitionSpec(*(own[0] if len(own := ours(entry) or ()) == 1 else own or None for entry in rule[1]))
+
+
 def _wrong(rule: Any) -> str | None:
     if len(rule) != 2 or not isinstance(rule[0], str) or not isinstance(rule[1], PartitionSpec):
         return f"{rule!r} is no such pair"
@@ -176,14 +191,18 @@ def _wrong(rule: Any) -> str | None:
         re.compile(rule[0])
     except re.error as error:
         return f"{rule[0]!r} is no regular expression ({error})"
-    others = {axis for entry in rule[1] for axis in as_axes(entry or ())} - {*PARTITIONED}
-    return f"{rule[0]!r} names the axes {sorted(others)}, which are not left to the partitioner" if others else None
+    others = {axis for entry in rule[1] for axis in as_axes(entry or ())} - {*PARTITIONED, "data", "fsdp"}
+    if others:
+        return f"{rule[0]!r} names the axes {sorted(others)}, which are not left to the partitioner"
+    both = [entry for entry in rule[1] if isinstance(entry, tuple) and 0 < len({*entry} - {*PARTITIONED}) < len(entry)]
+    return f"{rule[0]!r} splits a dim over {both[0]}: what rests sharded needs a dim of its own" if both else None
 
 
 def _indivisible(shape: tuple[int, ...], spec: PartitionSpec, degrees: Mapping[str, int]) -> str | None:
     if len(spec) > len(shape):
         return f"{spec} has more entries than its shape {tuple(shape)} has dims"
-    ranks = lambda entry: math.prod(degrees.get(axis, 1) for axis in as_axes(entry or ()))
+    own = lambda entry: [axis for axis in as_axes(entry or ()) if axis in PARTITIONED]  # sharded at rest it is padded
+    ranks = lambda entry: math.prod(degrees.get(axis, 1) for axis in own(entry))
     wrong = {dim: entry for dim, entry in enumerate(spec) if shape[dim] % ranks(entry)}
     over = " and ".join(dict.fromkeys(f"{axis}={degrees[axis]}" for entry in wrong.values() for axis in as_axes(entry)))
     return f"dims {[*wrong]} of {tuple(shape)} do not divide over {over} ({spec})" if wrong else None
@@ -393,6 +412,7 @@ class Plan:
         do not pass it).
       kernels: of norms, GELU and cross entropy of the library's layers, in 16 bits: "auto" takes this library's kernels on
         GPUs, "xla" never, "interpret" on any platform, run slowly by plain operations, to try them (with `check_vma=False`).
+      annotations: what the plan was read from (`Plan.from_annotations`); it prints as a table. None: it was written.
     """
 
     mesh: MeshShape | None = None
@@ -412,6 +432,7 @@ class Plan:
     draws: Literal["shards", "rows"] = "shards"
     check_vma: bool = False
     kernels: Kernels = "auto"
+    annotations: "Annotations | None" = field(default=None, repr=False, compare=False)
 
     def __post_init__(self):
         object.__setattr__(self, "precision", Precision.of(self.precision))
@@ -452,6 +473,47 @@ class Plan:
         problems += self._against_rounds() if not problems else []
         if problems:
             raise ValueError(f"Plan: {'; '.join(problems)}")
+
+    @classmethod
+    def from_annotations(
+        cls, model: Any, mesh: Any = None, *, params: PyTree | None = None, rules: "LogicalRules" = (), **options: Any
+    ) -> "Plan":
+        """The plan that a model's annotations describe on a mesh; `print(plan.annotations)` says what was read and became what.
+
+        Read are `sharding`, `sharding_names` and `out_sharding` of NNX variables, how arrays lie, and Linen's boxes; logical
+        names by `rules`, by those on variables, and by those in context (`nnx.logical_axis_rules`, `nn.logical_axis_rules`).
+        What is split over a tensor-like axis becomes path rules. A batch axis that splits parameters shards them at rest
+        (ZeRO-3), one that splits the optimizer's state alone does that (ZeRO-1), and `data` that splits neither replicates.
+
+        Args:
+          model: an NNX module, a function without arguments that makes one, or a Linen module.
+          mesh: a Mesh; its axis names may be your own. None: all devices on `data`.
+          params: a Linen module's variables in their boxes, or a function that makes them.
+          rules: what logical names mean, `(("embed", None), ("mlp", "model"))`; before all others.
+          **options: of `Plan`; a strategy that is given holds.
+
+        Raises:
+          ValueError: naming every name without a rule or an axis, and all else that does not fit the mesh.
+        """
+        from axonml_jax.parallel.annotations import Annotations
+
+        return cls.annotated(Annotations.read(model, mesh, params=params, rules=rules), **options)
+
+    @classmethod
+    def annotated(cls, found: "Annotations", **options: Any) -> "Plan":
+        """The plan that annotations describe which have been read (see `from_annotations`).
+
+        Raises:
+          ValueError: for what does not fit the mesh.
+        """
+        found.check()
+        parameters, state = found.sharded(), found.sharded(state=True)
+        named = {"fsdp", *parameters} if parameters or not state else {*state}
+        sharded = [axis for axis in found.degrees if axis in named and found.degrees[axis] > 1]
+        own = Shard(stage=1 if state and not parameters else 3)
+        chosen: dict[str, Any] = {"partition": Partition(found.rules)} if found.split else {}
+        chosen |= {"axes": {tuple(sharded): own}} if len(sharded) > 1 else dict.fromkeys(sharded, own)
+        return cls(**{**chosen, **options}, annotations=found)
 
     def _of_kernels(self) -> list[str]:
         """What is wrong with the choice of kernels."""
