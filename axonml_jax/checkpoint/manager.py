@@ -50,7 +50,7 @@ from axonml_jax.sharding.layout import Checkpointable, Leaf
 
 
 class Positioned(Protocol):
-    """Something with a position that is small, plain values: a data loader."""
+    """Something with a position that is small, plain values: a data loader; an iterator of Grain is one too (`position_of`)."""
 
     def state_dict(self) -> dict[str, Any]:
         """The position."""
@@ -59,6 +59,38 @@ class Positioned(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a position."""
         ...
+
+
+_BYTES = "bytes of get_state"
+
+
+def position_of(data: Any) -> Any:
+    """Where a loader stands, as plain values: its `state_dict()`, or `get_state()` as Grain's iterators have it.
+
+    Raises:
+      TypeError: for what has neither, with what to give, and for a position that is not plain.
+    """
+    if hasattr(data, "state_dict"):
+        return plain("the data position", data.state_dict())
+    if not hasattr(data, "get_state"):
+        iterates = " its iterator, it = iter(...), which next(it) moves on," if hasattr(data, "__iter__") else ""
+        raise TypeError(
+            f"data= is a {type(data).__name__}, which has neither state_dict() nor get_state(): give{iterates} a loader of "
+            "ax.DataLoader, or an object with these methods"
+        )
+    state = data.get_state()
+    return plain("the data position", {_BYTES: state.hex()} if isinstance(state, bytes) else state)
+
+
+def _go_on(data: Any, position: Any) -> None:
+    """Put a loader where it stood; it refuses other data."""
+    if hasattr(data, "load_state_dict"):
+        data.load_state_dict(position)
+    elif hasattr(data, "set_state"):
+        kept = position.get(_BYTES) if isinstance(position, dict) else None
+        data.set_state(position if kept is None else bytes.fromhex(kept))
+    else:
+        position_of(data)  # says what to give
 
 
 def save(
@@ -180,7 +212,7 @@ def load(
     if lines := listing(different):
         logger.warning("%s does not fit in all:\n%s", folder, "\n".join(lines))
     if data is not None and manifest.data is not None:
-        data.load_state_dict(manifest.data)  # refuses other data before anything is read
+        _go_on(data, manifest.data)  # refuses other data before anything is read
     fitting = {n: leaf for n, leaf in wanted.items() if n in found and n not in different["mismatched"]}
     if text := rounded(fitting, found):
         logger.warning("%s is restored with fewer digits or less range than it was saved with: %s", folder, text)
@@ -290,7 +322,7 @@ def manifest_of(
     return Manifest(
         step=step,
         entries=arrays.entries_of(leaves),
-        data=plain("the data position", data.state_dict()) if data is not None else None,
+        data=position_of(data) if data is not None else None,
         metrics={name: number(f"metrics[{name!r}]", value) for name, value in (metrics or {}).items()},
         about={**plan, **kept, SAVED_AT: time.time(), **plain("about", about or {})},
     )

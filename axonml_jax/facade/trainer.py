@@ -22,8 +22,17 @@ from axonml_jax.base import LossFn, PyTree, logger, named_leaves
 from axonml_jax.mesh.axes import PARTITIONED
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.world import ProcessGroup, as_mesh
-from axonml_jax.model.loss import UNREAD
-from axonml_jax.model.view import Functional, Mode, ModelAround, Trainable, Variables, functionalize, named_variables
+from axonml_jax.model.loss import UNREAD, of_batch, one_batch
+from axonml_jax.model.view import (
+    Functional,
+    Mode,
+    ModelAround,
+    Trainable,
+    Variables,
+    functionalize,
+    named_variables,
+    plain_tree,
+)
 from axonml_jax.parallel.placement import Placement, bind_plan, check_model
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.batch import refuse_tracing
@@ -317,7 +326,8 @@ class Trainer(Generic[M]):
     ):
         from axonml_jax.training.evaluate import EvalStep
 
-        placement = model._placement
+        placement, loss_fn = model._placement, of_batch(loss_fn)
+        eval_fn = None if eval_fn is None else of_batch(eval_fn)
         if accumulate is not None:
             placement = replace(placement, plan=replace(placement.plan, accumulate=accumulate))
         tx = averaging(tx, placement, ema)
@@ -479,8 +489,11 @@ class Trainer(Generic[M]):
         state, leaves = self.state, [arrays[name] for name in named_leaves(self.state)]
         self._continue(jax.tree.unflatten(jax.tree.structure(state), leaves), restored=True)
 
-    def step(self, batch: PyTree) -> Metrics:
+    def step(self, *parts: PyTree) -> Metrics:
         """One update from the global batch.
+
+        Args:
+          parts: the batch; or several, of a `loss_fn(model, x, y)`.
 
         Returns:
           `loss` and `grad_norm` (before clipping) of this batch, and the loss function's own metrics; with `layer_norms` the
@@ -490,6 +503,7 @@ class Trainer(Generic[M]):
           ValueError: when the batch does not divide, or, at the first step and the first after a load or restore, naming what
             is not the same in all processes: leaves, plan, program, first values, batch.
         """
+        batch = one_batch(parts)
         if self.hollow:
             raise ValueError("this trainer knows no values: load the model before it is made, or restore a checkpoint")
         refuse_tracing("trainer.step")
@@ -534,13 +548,13 @@ class Trainer(Generic[M]):
             check_first_step(self.train_step, self.state, batch, self.model._given)
         self._compared = self.model.loads
 
-    def evaluate(self, batch: PyTree) -> Metrics:
+    def evaluate(self, *parts: PyTree) -> Metrics:
         """The loss and metrics of a global batch of any number of rows in evaluation mode, in the microbatches of `accumulate`.
 
         Of `eval_fn`, where the trainer has one. Nothing is changed.
         """
         with folding:
-            return self._eval(self.model.values, batch).values
+            return self._eval(self.model.values, one_batch(parts)).values
 
     def validate(self, batches: Iterable[PyTree], weights: Sequence[float] | None = None) -> dict[str, float]:
         """The mean over all rows of the batches of everything `evaluate` returns; callbacks hear of it.
@@ -850,11 +864,14 @@ class ParallelModel(SavedModel):
     def set_parameters(self, params: PyTree) -> None:
         """Replace the trained parameters, for instance by `optax.apply_updates(model.parameters(), updates)`.
 
+        Args:
+          params: a nest of dicts, or an `nnx.State` or Linen's boxes with the same names.
+
         Raises:
           ValueError: listing every missing, unexpected and mismatched parameter, before anything is changed.
         """
         now = self._outside(self.variables.params)
-        fitting = fitted(params, now, "set_parameters takes a tree like parameters() returns")
+        fitting = fitted(plain_tree(params), now, "set_parameters takes a tree like parameters() returns")
         self._updated = True if self._updated is None else self._updated
         self._lent = True  # an array that is where it belongs already stays the caller's own
         self.variables = replace(self.variables, params=self._rest.inside(fitting, self.mesh))
@@ -966,13 +983,16 @@ class ParallelModel(SavedModel):
 
         from axonml_jax.training.evaluate import Differentiate
 
-        def f(batch: PyTree) -> Any:
+        given, loss_fn = loss_fn, of_batch(loss_fn)
+
+        def f(*parts: PyTree) -> Any:
+            batch = one_batch(parts)
             self._refuse_tracing("value_and_grad")
             sync = self._syncing
             options: dict[str, Any] = {"training": self._mode, "sync": sync, "accept": self._accept}
             build = lambda: Differentiate(self._functional, self._placement, self.mesh, loss_fn, **options)
             # By identity: a callable need not be hashable, and the program keeps it alive.
-            program = self._program(("grad", id(loss_fn), sync), build)
+            program = self._program(("grad", id(given), sync), build)
             variables, key = self.values, self._next_key()
             with folding:
                 if jax.process_count() > 1:

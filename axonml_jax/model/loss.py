@@ -1,5 +1,7 @@
 """What a loss function may return, and the precision that it is computed in."""
 
+import functools
+import inspect
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -81,7 +83,8 @@ def parse_loss(returned: Any, positions: tuple[str, ...] = ()) -> Loss:
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if isinstance(metrics, WeightedMean) or not isinstance(metrics, dict):
         raise TypeError(
-            f"loss_fn returned metrics of type {type(metrics).__name__}: return (loss, dict of named arrays)"
+            f"loss_fn returned metrics of type {type(metrics).__name__}: return (loss, dict of named arrays), such as "
+            'loss, {"logits": logits}, which a step returns whole'
         )
     weighted = isinstance(loss, WeightedMean)
     if positions and (plain := _plain(loss, metrics)):
@@ -97,6 +100,40 @@ def parse_loss(returned: Any, positions: tuple[str, ...] = ()) -> Loss:
             f"loss_fn returned a loss of dtype {total.dtype}: it must be a real floating scalar to have a gradient"
         )
     return Loss(total, weight, {name: _metric(name, value) for name, value in _flat(metrics).items()})
+
+
+def of_batch(loss_fn: Any) -> Any:
+    """A loss of the model and one batch: itself, or of a `loss_fn(model, x, y)` one that takes the batch `(x, y)`.
+
+    Raises:
+      TypeError: for one that wants more than a model and a batch give.
+    """
+    try:
+        wants = inspect.signature(loss_fn).parameters.values() if callable(loss_fn) else ()
+    except ValueError:  # a builtin that does not say
+        return loss_fn
+    given = [each for each in wants if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    needed = [each.name for each in given if each.default is each.empty]
+    needed += [each.name for each in wants if each.kind is each.KEYWORD_ONLY and each.default is each.empty]
+    if len(needed) <= 2:
+        return loss_fn
+
+    @functools.wraps(loss_fn)
+    def on_parts(model: Any, batch: Any) -> Any:
+        if not isinstance(batch, tuple) or len(batch) != len(needed) - 1:
+            raise TypeError(
+                f"loss_fn takes ({', '.join(needed)}), and a step gives it the model and what is a batch: call "
+                f"step({', '.join(needed[1:])}) with all of them as arrays of rows, or write loss_fn(model, batch). Random streams "
+                "belong into the model (self.rngs = nnx.Rngs(0); every step draws anew), metrics into what the loss returns"
+            )
+        return loss_fn(model, *batch)
+
+    return on_parts
+
+
+def one_batch(parts: tuple) -> Any:
+    """What a step was called with as one batch: `step(batch)`, or `step(x, y)`."""
+    return parts[0] if len(parts) == 1 else parts
 
 
 def is_weighted(returned: Any) -> bool:

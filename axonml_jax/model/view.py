@@ -131,7 +131,8 @@ def _called(calls: Mapping[tuple[str, ...], int], path: tuple[str, ...]) -> tupl
 # --------------------------------------------------------------------------------------------------
 
 Trainable = str | Sequence[str] | Callable[[str], bool] | Any | None
-"""Which parameters train: None (all), regular expressions of path names, a predicate of the path name, or an NNX filter."""
+"""Which parameters train: None (all), regular expressions of path names, a predicate of the path name, or an NNX filter: a
+type of variables, `nnx.All`, `nnx.PathContains` and its like, or a function of (path, value)."""
 
 
 @jax.tree_util.register_dataclass
@@ -292,6 +293,11 @@ def selector(trainable: Any) -> Callable[[str], bool]:
     """
     if trainable is None:
         return lambda name: True
+    if is_filter(trainable):
+        raise TypeError(
+            f"trainable={trainable!r} is a filter of NNX variables, and here parameters have names alone (of a Linen module, "
+            "beside ax.lora): give regular expressions of path names, or a predicate of the path name"
+        )
     if callable(trainable):
         return lambda name: bool(trainable(name))
     patterns = [trainable] if isinstance(trainable, str) else trainable
@@ -305,6 +311,25 @@ def selector(trainable: Any) -> Callable[[str], bool]:
     except re.error as error:
         raise ValueError(f"trainable={trainable!r}: {error.pattern!r} is no regular expression: {error}") from error
     return lambda name: any(pattern.search(name) for pattern in compiled)
+
+
+def is_filter(trainable: Any) -> bool:
+    """Whether it is a filter of NNX variables, of (path, value), and no predicate of path names.
+
+    >>> is_filter(nnx.PathContains("head")), is_filter(lambda path, value: True), is_filter(lambda name: True)
+    (True, True, False)
+    """
+    if isinstance(trainable, list | tuple):
+        return any(not isinstance(each, str) for each in trainable)
+    if isinstance(trainable, type) or trainable is Ellipsis:
+        return True
+    try:
+        inspect.signature(trainable).bind("name")
+    except TypeError:
+        return callable(trainable)
+    except ValueError:  # a builtin that does not say
+        return False
+    return False
 
 
 def partition(params: PyTree, trainable: Any, given: Any = None) -> tuple[PyTree, PyTree]:
@@ -751,14 +776,37 @@ def nnx_functional(model: nnx.Module, trainable: Trainable = None) -> tuple["NNX
     """The pure view of an NNX module, and its arrays."""
     graphdef, params, streams, state = nnx.split(model, nnx.Param, nnx.RngState, ...)
     select = trainable
-    if isinstance(trainable, type):
-        wanted = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, trainable))}
+    if is_filter(trainable):
+        wanted = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, _filter(trainable)))}
         select = wanted.__contains__
     trained, frozen = partition(nnx.to_pure_dict(params), select, given=trainable)
     variables = Variables(trained, frozen, _without_intermediates(state))
     view = NNXFunctional(graphdef, nnx.to_pure_dict(streams), abstract(variables))
     view.order = definition_order(model)
     return view, variables
+
+
+def _filter(trainable: Any) -> Callable[[Any, Any], bool]:
+    """An NNX filter as Flax reads it.
+
+    Raises:
+      TypeError: for what Flax takes for none.
+    """
+    try:
+        return nnx.filterlib.to_predicate(tuple(trainable) if isinstance(trainable, list) else trainable)
+    except TypeError as error:
+        raise TypeError(
+            f"trainable={trainable!r} says nothing about parameters: give regular expressions of path names, a predicate of the "
+            f"path name, or an NNX filter ({error})"
+        ) from None
+
+
+def plain_tree(tree: PyTree) -> PyTree:
+    """Parameters as a nest of dicts: out of an `nnx.State`, and out of Linen's boxes."""
+    if isinstance(tree, nnx.State):
+        kept = nnx.filter_state(tree, lambda path, x: isinstance(x, nnx.Param) or not isinstance(x, nnx.Variable))
+        tree = nnx.to_pure_dict(kept)
+    return unboxed(tree)
 
 
 def deferred_nnx(make: Callable[[], nnx.Module], trainable: Trainable = None) -> tuple["NNXFunctional", Variables]:

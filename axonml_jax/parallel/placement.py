@@ -21,7 +21,7 @@ from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.mesh.axes import LAYER_AXES, PARTITIONED, STAGES, AxisNames, as_axes, flat_axes
 from axonml_jax.model.loss import Precision, cast_floating
 from axonml_jax.model.view import Functional, Variables, merge
-from axonml_jax.parallel.plan import CPUOffload, Partition, Plan
+from axonml_jax.parallel.plan import CPUOffload, Plan
 from axonml_jax.sharding.batch import BatchLayout
 from axonml_jax.sharding.layout import Layout, is_layout, movable, to_device_memory
 from axonml_jax.strategies.replicate import Replicate
@@ -622,7 +622,7 @@ def in_round(placement: Placement) -> Placement:
 
 
 def by_rules(
-    partition: Partition, variables: Variables, degrees: Mapping[str, int], in_layers: Mapping[str, Any]
+    plan: Plan, variables: Variables, degrees: Mapping[str, int], in_layers: Mapping[str, Any]
 ) -> dict[str, PartitionSpec]:
     """The splits that a plan's rules ask for, by path name.
 
@@ -630,6 +630,8 @@ def by_rules(
       ValueError: for a mesh with other axes than data, fsdp and those of the rules, a model whose layers split themselves, and
         rules that do not fit.
     """
+    assert (partition := plan.partition) is not None
+    _check_named(plan, degrees)
     split = [name for name, spec in in_layers.items() if any(spec)]
     if split:
         raise ValueError(
@@ -764,8 +766,7 @@ def bind_plan(
     _check_degrees(plan, mesh.size, degrees)
     in_layers = named_leaves(split)
     if plan.partition is not None:
-        in_layers = by_rules(plan.partition, variables, degrees, in_layers)
-        _check_named(plan, degrees)
+        in_layers = by_rules(plan, variables, degrees, in_layers)
     check_axes(plan, degrees, in_layers)
     alone = any(strategy.role.reduces == "never" for strategy in plan.on(degrees).values())
     if alone and plan.precision.scales_loss:
