@@ -52,6 +52,7 @@ from axonml_jax.facade.facades import Pipeline as Pipeline
 from axonml_jax.facade.facades import TensorParallel as TensorParallel
 from axonml_jax.facade.facades import make_train_step as make_train_step
 from axonml_jax.facade.facades import parallelize as parallelize
+from axonml_jax.facade.facades import place as place
 from axonml_jax.facade.generate import generate as generate
 from axonml_jax.facade.lm_eval import lm_eval_model as lm_eval_model
 from axonml_jax.facade.trainer import ParallelModel as ParallelModel

@@ -432,6 +432,53 @@ def parallelize(
     return ParallelModel(model, mesh, plan, params=params, trainable=trainable, seed=seed)
 
 
+def place(
+    model: Any, mesh: Any = None, plan: Plan | None = None, *, params: PyTree | None = None, seed: int = 0
+) -> Any:
+    """A model whose arrays lie on a mesh as a plan lets them rest, for a training loop of your own.
+
+    It is a Flax model as before, which `nnx.Optimizer`, `nnx.value_and_grad`, `nnx.jit` and `jax.jit` train; its parameters and
+    the optimizer's moments stay split as they lie. XLA's partitioner then chooses what is sent, and nothing of the plan but
+    where arrays rest takes part: prefer `model.trainer(...)`, which communicates as the plan says. Split batches yourself,
+    `jax.device_put(batch, jax.NamedSharding(mesh, P("data")))`.
+
+    Args:
+      model, mesh, plan, params, seed: see `parallelize`.
+
+    Returns:
+      An NNX module, or of a Linen module its variables.
+
+    Raises:
+      TypeError, ValueError: as `parallelize`, and for what takes effect in a step of this library alone.
+
+    >>> import jax
+    >>> import axonml_jax as ax
+    >>> from flax import nnx
+    >>> mesh = ax.make_mesh(fsdp=1, devices=jax.devices()[:1])
+    >>> ax.place(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), mesh).kernel.sharding.spec
+    P('fsdp',)
+    """
+    parallel = parallelize(model, mesh, plan, params=params, seed=seed)
+    own = parallel.plan
+    idle = {
+        "pipe": own.pipe is not None,
+        "rounds, or ranks that train models of their own": bool(own.rounds) or own.independent,
+        f"offload={own.offload.value!r}": own.offload is not CPUOffload.NONE,
+        f"precision={own.precision}": own.precision != Precision(),
+        f"accumulate={own.accumulate}": own.accumulate > 1,
+        f"remat={own.remat!r}": own.remat is not None,
+    }
+    if asked := [name for name, there in idle.items() if there]:
+        raise ValueError(
+            f"ax.place says where arrays lie, and {', '.join(asked)} of the plan would have no effect in a loop of your "
+            "own: leave "
+            "it out, or train by parallelize(model, mesh, plan).trainer(tx, loss_fn)"
+        )
+    if isinstance(model, linen.Module):
+        return parallel.module.variables
+    return parallel.module
+
+
 def make_train_step(
     model: Any,
     tx: optax.GradientTransformation,

@@ -754,6 +754,17 @@ def _plan_of(model: Any, view: Functional, given: Any, params: PyTree | None, sp
 # --------------------------------------------------------------------------------------------------
 
 
+def _no_tree(model: "ParallelModel") -> Any:
+    """What JAX and Flax ask of a model that is given to their own transforms and optimizers."""
+    raise TypeError(
+        f"an ax.{type(model).__name__} is no Flax module, and JAX and nnx (jit, value_and_grad, Optimizer, state, "
+        "split) do not "
+        "see into it: train it by trainer = model.trainer(optax.adamw(1e-3), loss_fn) and trainer.step(batch); or keep "
+        "your own "
+        "loop, with module = ax.place(module, mesh, plan) in the place of your module"
+    )
+
+
 class ParallelModel(SavedModel):
     """A Flax model whose parameters live on a mesh as a plan says.
 
@@ -765,6 +776,16 @@ class ParallelModel(SavedModel):
       variables: the model's arrays as they rest (see `Variables`); a trainer's next step gives these very arrays up,
         and one that is held over it can be neither read nor stepped from; `jax.tree.map(jnp.copy, ...)` keeps one.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        jax.tree_util.register_pytree_node(cls, _no_tree, _no_tree)
+
+    def __getattr__(self, name: str) -> Any:
+        module = (
+            "" if name.startswith("_") else ": the Flax module, with its parameters as they are now, is model.module"
+        )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{module}", name=name, obj=self)
 
     def __init__(
         self,
@@ -959,6 +980,12 @@ class ParallelModel(SavedModel):
         """
         from axonml_jax.training.evaluate import Forward
 
+        if args and isinstance(args[0], Mapping) and isinstance(args[0].get("params"), Mapping):
+            raise TypeError(
+                "the model was called with variables, as module.apply is: it has its own, model(x). In a loop of yours use the "
+                "module, TrainState.create(apply_fn=module.apply, params=ax.place(module, mesh, plan, "
+                "params=variables)['params'])"
+            )
         self._refuse_tracing("the model")
         given = self._functional, self._placement, self.mesh, self._mode, self._accept
         program = self._program(("forward",), lambda: Forward(*given))
@@ -1102,3 +1129,6 @@ class ParallelModel(SavedModel):
         trainer = Trainer(self, tx, loss_fn, max_nonfinite=max_nonfinite, callbacks=callbacks, ema=ema, **options)
         self._newest_trainer = weakref.ref(trainer)
         return trainer
+
+
+jax.tree_util.register_pytree_node(ParallelModel, _no_tree, _no_tree)

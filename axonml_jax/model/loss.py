@@ -123,12 +123,28 @@ def of_batch(loss_fn: Any) -> Any:
         if not isinstance(batch, tuple) or len(batch) != len(needed) - 1:
             raise TypeError(
                 f"loss_fn takes ({', '.join(needed)}), and a step gives it the model and what is a batch: call "
-                f"step({', '.join(needed[1:])}) with all of them as arrays of rows, or write loss_fn(model, batch). Random streams "
+                f"step({', '.join(needed[1:])}) with all of them as arrays of rows, or write loss_fn(model, batch). "
+                "Random streams "
                 "belong into the model (self.rngs = nnx.Rngs(0); every step draws anew), metrics into what the loss returns"
             )
         return loss_fn(model, *batch)
 
     return on_parts
+
+
+def of_arrays(loss_fn: Any) -> str | None:
+    """What to say where a loss failed that calls the model it is given parameters; None: it does not."""
+    try:
+        first = next(iter(inspect.signature(loss_fn).parameters), "")
+    except (TypeError, ValueError):
+        return None
+    if first not in ("params", "variables", "state", "weights"):
+        return None
+    return (
+        f"loss_fn({first}, batch): what a loss gets first is the model with its parameters in it, not these: write "
+        "loss_fn(model, "
+        "batch) and call it, model(x), in the place of module.apply or nnx.merge"
+    )
 
 
 def one_batch(parts: tuple) -> Any:

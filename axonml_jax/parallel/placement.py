@@ -630,7 +630,8 @@ def by_rules(
       ValueError: for a mesh with other axes than data, fsdp and those of the rules, a model whose layers split themselves, and
         rules that do not fit.
     """
-    assert (partition := plan.partition) is not None
+    partition = plan.partition
+    assert partition is not None
     _check_named(plan, degrees)
     split = [name for name, spec in in_layers.items() if any(spec)]
     if split:

@@ -27,7 +27,7 @@ from axonml_jax.compat.jaxpr import trace, traced_with
 from axonml_jax.compat.order import platform_around, together, trace_settings
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.compat.versions import CPU_BARRIER_OPTIONS
-from axonml_jax.model.loss import UNREAD, Loss, parse_loss
+from axonml_jax.model.loss import UNREAD, Loss, of_arrays, parse_loss
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.batch import several_batches
@@ -316,20 +316,26 @@ class Objective:
             raise said.with_traceback(error.__traceback__) from None
         except flax.errors.TraceContextError as error:
             said = TypeError(
-                f"the loss changes an object of the script's own, outside of the model ({error}). Random streams and metrics that a "
-                "step changes belong into the model: self.rngs = nnx.Rngs(0), self.metrics = nnx.MultiMetric(...), both used as "
+                f"the loss changes an object of the script's own, outside of the model ({error}). Random streams and "
+                "metrics that a "
+                "step changes belong into the model: self.rngs = nnx.Rngs(0), self.metrics = nnx.MultiMetric(...), "
+                "both used as "
                 'attributes of the model that the loss gets; or return what is measured, loss, {"logits": logits}'
             )
             raise said.with_traceback(error.__traceback__) from None
         except Exception as error:
             if "should match the mesh passed to shard_map" in str(error):
                 said = ValueError(
-                    "the code of the model or of the loss maps itself over a mesh (jax.shard_map), but runs inside of this plan's "
-                    "own shard_map, on one rank's rows already: call what it maps directly where there is no such mesh around, or "
+                    "the code of the model or of the loss maps itself over a mesh (jax.shard_map), but runs inside of "
+                    "this plan's "
+                    "own shard_map, on one rank's rows already: call what it maps directly where there is no such mesh "
+                    "around, or "
                     f"train this model by XLA's partitioner alone, in your own loop (ax.place). JAX says: {error}"
                 )
                 raise said.with_traceback(error.__traceback__) from None
             if note := several_batches(batch):
+                error.add_note(note)
+            if note := of_arrays(self.loss_fn):
                 error.add_note(note)
             raise
 
