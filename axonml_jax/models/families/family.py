@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from axonml_jax.layers.options import RopeScaling
-from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.config import ExpertsConfig, TransformerConfig
 
 # --------------------------------------------------------------------------------------------------
 # Where an array of a model is among published ones, and how it lies there: read and written in parts.
@@ -86,7 +86,7 @@ class Place:
         return np.swapaxes(found, -1, -2) if self.turned else found
 
 
-def joined(places: Sequence[Place], values: Sequence[Any]) -> np.ndarray:
+def assembled(places: Sequence[Place], values: Sequence[Any]) -> np.ndarray:
     """The array there, of all its parts here: the inverse of `Place.read`."""
     order = sorted(zip(places, values, strict=True), key=lambda pair: pair[0].part)
     arrays = [np.swapaxes(value, -1, -2) if place.turned else value for place, value in order]
@@ -393,3 +393,9 @@ def _period(kinds: list[str]) -> int | None:
     every = kinds.index(FULL) + 1
     alike = all((kind == FULL) == ((block + 1) % every == 0) for block, kind in enumerate(kinds))
     return every if alike and every > 1 and set(kinds) == {FULL, SLIDING} else 0
+
+
+def plain_softmax(experts: ExpertsConfig) -> bool:
+    """Whether routers are softmax without bias and nothing is shared; what only training uses, as a capacity, may differ."""
+    plain = (experts.router, experts.router_bias, experts.shared_size)
+    return plain == ("softmax", False, 0) and experts.activation in (None, "swiglu")

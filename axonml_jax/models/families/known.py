@@ -6,24 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from axonml_jax.models.config import TransformerConfig
-from axonml_jax.models.families import (
-    deepseek_v3,
-    gemma2,
-    gemma3,
-    gpt2,
-    gpt_oss,
-    llama,
-    mistral,
-    mixtral,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-)
+from axonml_jax.models.families import deepseek_v3, gemma, gpt2, gpt_oss, llama, qwen
 from axonml_jax.models.families.family import OFF, Described, Family
 
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY
-    for module in (gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, gpt_oss, gemma2, gemma3, deepseek_v3)
+    family.name: family
+    for family in (
+        *(gpt2.FAMILY, llama.FAMILY, llama.MISTRAL, llama.MIXTRAL, qwen.QWEN2, qwen.QWEN3, qwen.QWEN3_MOE),
+        *(gpt_oss.FAMILY, gemma.GEMMA2, gemma.GEMMA3, deepseek_v3.FAMILY),
+    )
 }
 """`model_type` -> family."""
 

@@ -1,9 +1,9 @@
-"""Llama (Touvron et al. 2023; Grattafiori et al. 2024), and what other families have in common with it."""
+"""Llama (Touvron et al. 2023; Grattafiori et al. 2024), what other families have in common with it, Mistral and Mixtral."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.config import ExpertsConfig, TransformerConfig
 from axonml_jax.models.families.family import (
     Described,
     Family,
@@ -11,6 +11,7 @@ from axonml_jax.models.families.family import (
     Places,
     has_only,
     other_than,
+    plain_softmax,
     rope_description,
     rope_problems,
     rope_settings,
@@ -127,3 +128,95 @@ def _is_this(config: TransformerConfig) -> bool:
 
 
 FAMILY = Family("llama", "model.", _problems, settings, describe, _is_this, dense_places)
+
+
+# --------------------------------------------------------------------------------------------------
+# Mistral (Jiang et al. 2023): Llama with a sliding window.
+# --------------------------------------------------------------------------------------------------
+
+
+def _mistral_problems(described: Described) -> Iterator[str]:
+    yield from other_than(described, {"hidden_act": ("silu",), "layer_types": (None,)})
+    yield from rope_problems(described)
+
+
+def _mistral_settings(described: Described) -> dict[str, Any]:
+    return settings(described) | {"window": described.get("sliding_window", 4096)}
+
+
+def _mistral_describe(config: TransformerConfig) -> dict[str, Any]:
+    own = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": config.window}
+    return describe(config) | own
+
+
+def _mistral_is_this(config: TransformerConfig) -> bool:
+    """Without a window it is written as a Llama."""
+    return config.window is not None and is_shaped(config, window=config.window) and config.experts is None
+
+
+MISTRAL = Family(
+    "mistral", "model.", _mistral_problems, _mistral_settings, _mistral_describe, _mistral_is_this, dense_places
+)
+
+# --------------------------------------------------------------------------------------------------
+# Mixtral (Jiang et al. 2024): Llama's blocks with mixtures of experts.
+# --------------------------------------------------------------------------------------------------
+
+_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
+_FINE = {"hidden_act": ("silu",), "attention_bias": (False,), "router_jitter_noise": (0.0, 0)}
+
+
+def _mixtral_problems(described: Described) -> Iterator[str]:
+    yield from other_than(described, _FINE)
+    yield from rope_problems(described)
+
+
+def _mixtral_settings(described: Described) -> dict[str, Any]:
+    experts = ExpertsConfig(
+        num_experts=described["num_local_experts"],
+        top_k=described["num_experts_per_tok"],
+        load_balance=described.get("router_aux_loss_coef", 0.001)
+        * described["num_experts_per_tok"],  # theirs is k, balanced
+    )
+    return settings(described, 1e6) | {"experts": experts, "window": described.get("sliding_window")}
+
+
+def _mixtral_describe(config: TransformerConfig) -> dict[str, Any]:
+    experts = config.experts
+    assert experts is not None
+    return {
+        **describe(config),
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "intermediate_size": experts.inner_size or config.mlp_size,
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.top_k,
+        "router_aux_loss_coef": experts.load_balance / experts.top_k,
+        "sliding_window": config.window,
+    }
+
+
+def _mixtral_is_this(config: TransformerConfig) -> bool:
+    """Its routers are softmax over the chosen experts."""
+    experts = config.experts
+    if experts is None or not is_shaped(config, window=config.window) or not experts.alike:
+        return False
+    return experts.renormalize and plain_softmax(experts)
+
+
+def _mixtral_places(config: TransformerConfig) -> Places:
+    places, experts = around_mlp(config), config.experts
+    assert experts is not None
+    for i in range(config.num_layers):
+        there = f"layers.{i}.block_sparse_moe"
+        places[f"blocks/{i}/mlp/router/kernel"] = Place(name=f"{there}.gate.weight", turned=True)
+        for here, name in _EXPERT.items():
+            for e in range(experts.num_experts):
+                own = Place(name=f"{there}.experts.{e}.{name}.weight", turned=True)
+                places[f"blocks/{i}/mlp/{here}@{e}"] = own
+    return places
+
+
+MIXTRAL = Family(
+    "mixtral", "model.", _mixtral_problems, _mixtral_settings, _mixtral_describe, _mixtral_is_this, _mixtral_places
+)
