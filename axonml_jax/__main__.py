@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 
 from axonml_jax.cli.flags import TRACEBACK, refusal, traceback_wanted
-from axonml_jax.mesh.join import joined, leave_now
+from axonml_jax.mesh.join import in_a_job, leave_now
 from axonml_jax.mesh.launchers import ray_context
 
 COMMANDS = ("train", "eval", "generate", "runs", "explain", "plan", "launch", "schedule", "devices", "import", "export")
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         return status
     status = _status(arguments)
-    if status not in (0, TERMINATED, INTERRUPTED) and joined():
+    if status not in (0, TERMINATED, INTERRUPTED) and in_a_job():
         leave_now(status)  # the other processes may be waiting for this one
     return status
 
@@ -74,7 +74,7 @@ def _status(arguments: Sequence[str]) -> int:
         return CLOSED_PIPE
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
-        if joined():
+        if in_a_job():
             leave_now(INTERRUPTED)
         return INTERRUPTED
     except SystemExit as stop:  # argparse's, after --help and --version or a usage error that it has printed

@@ -263,7 +263,7 @@ def all_gather(x: ArrayLike, group: Group, dim: int = 0) -> jax.Array:
 
 
 def _all_gather(x, scope: Scope, name: str, dim: int):
-    return scope.only_members(joined(name, x, scope, dim))
+    return scope.only_members(concatenated(name, x, scope, dim))
 
 
 def gather(x: ArrayLike, group: Group, dst: int = 0, dim: int = 0) -> jax.Array:
@@ -288,11 +288,11 @@ def gather(x: ArrayLike, group: Group, dst: int = 0, dim: int = 0) -> jax.Array:
 
 def _gather(x, scope: Scope, name: str, dst: int, dim: int):
     checked_position(name, "dst", dst, scope.size)
-    whole = joined(name, x, scope, dim)
+    whole = concatenated(name, x, scope, dim)
     return scope.only_members(jnp.where(scope.index() == dst, whole, jnp.zeros_like(whole)))
 
 
-def joined(name: str, x: jax.Array, scope: Scope, dim: int) -> jax.Array:
+def concatenated(name: str, x: jax.Array, scope: Scope, dim: int) -> jax.Array:
     """The members' values concatenated along `dim`, traced; whatever comes out on ranks outside is to be masked."""
     x = x[None] if x.ndim == 0 else x
     axis = checked_dim(name, dim, x.shape)
@@ -599,7 +599,7 @@ def _product(x, scope: Scope):
         return reduce_rows(member_rows(x, scope), ReduceOp.PRODUCT)
     padding = -x.size % scope.size
     flat = jnp.pad(x.ravel(), (0, padding), constant_values=1)
-    product = joined("all_reduce", own_reduction(flat, scope, ReduceOp.PRODUCT, 0), scope, 0)
+    product = concatenated("all_reduce", own_reduction(flat, scope, ReduceOp.PRODUCT, 0), scope, 0)
     return product[: x.size].reshape(x.shape)
 
 

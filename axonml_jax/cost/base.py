@@ -149,7 +149,7 @@ def where_of(times: Many) -> str:
     return EACH_MICROBATCH if varies(times) or times > 1 else ONCE
 
 
-def joined(flows: Iterable[Flow]) -> list[Flow]:
+def merged_flows(flows: Iterable[Flow]) -> list[Flow]:
     """Flows that are alike joined, those that send nothing dropped."""
     found: dict[tuple, list[Flow]] = {}
     for flow in flows:
@@ -163,7 +163,7 @@ def joined(flows: Iterable[Flow]) -> list[Flow]:
 
 def merged(flows: Iterable[Flow]) -> tuple[Flow, ...]:
     """Flows of one plan that are alike joined, those that send nothing dropped; the heaviest first."""
-    return tuple(sorted(joined(flows), key=lambda flow: -flow.wire_bytes))
+    return tuple(sorted(merged_flows(flows), key=lambda flow: -flow.wire_bytes))
 
 
 def _joined_flows(alike: list[Flow]) -> Flow:

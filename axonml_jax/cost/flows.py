@@ -155,13 +155,13 @@ def ends_with_product(config: DecoderLike) -> bool:
 
 
 def _shared(layers: Layers) -> Many:
-    """Experts through which all tokens go, each a dense layer beside the others."""
+    """Shared experts: dense layers through which all tokens go."""
     own = layers.config.experts
     return layers.parts.experts if own is not None and own.shared_size else 0
 
 
 def _gates(layers: Layers) -> Iterator[Flow]:
-    """Every rank of `tensor` weighs a part of each expert's outputs: their sum is the gates' gradient."""
+    """The gradient of the gates is summed over `tensor`: each rank weighs a part of each expert's outputs."""
     if (own := layers.config.experts) is not None:
         wide = jnp.promote_types(layers.dtype, jnp.float32).name
         pairs, calls = layers.tokens * own.top_k, layers.parts.experts
@@ -238,7 +238,7 @@ def _loss(layers: Layers, axis: str) -> Iterator[Flow]:
 
 
 def _summed(layers: Layers, weights: Weights, axis: str) -> Iterator[Flow]:
-    """Gradients of parameters that every rank of an axis holds and of which each computes a part."""
+    """All-reduces of the gradients of parameters that every rank of an axis holds, and of which each rank computes a part."""
     for group in weights.groups:
         if axis in group.summed:
             calls = layers.parts.number(group.place, group.count) * group.layers
@@ -292,7 +292,7 @@ def _ends_of_grid(layers: Layers, row: Many, col: Many) -> Iterator[Flow]:
 
 
 def _weights_over_depth(layers: Layers, weights: Weights) -> Iterator[Flow]:
-    """The block of every weight is gathered when it is used, forward and backward, and its gradient scattered."""
+    """Every weight's block is all-gathered over `depth` at its use, forward and backward, and its gradient reduce-scattered."""
     scan, ends = layers.config.scan_layers, ends_with_product(layers.config)
     for group in weights.groups:
         if "depth" not in group.axes:
@@ -418,7 +418,7 @@ class SplitAttention:
         return (queries % BLOCK == 0) & (queries * keys <= LARGEST_PIECE)
 
     def held(self, tokens: Many, itemsize: int, platform: str | None, kernel: Many = False) -> Many:
-        """Bytes that a block needs beside what it keeps: keys and values of others, gradients, and a tile's scores.
+        """Bytes that a block needs beside its kept activations: others' keys and values, gradients, one tile of scores.
 
         Args:
           tokens: of a rank's microbatch.
@@ -664,12 +664,12 @@ class RoutedExperts:
 
     @property
     def empty(self) -> Many:
-        """Rows of a round that carry no token where all experts get as many."""
+        """Rows of one round that carry no token when the load of experts is balanced."""
         return most(0, self.slots - self.pairs)
 
     @property
     def padded(self) -> Many:
-        """Rows that a rank's experts multiply, over those of its share of tokens; 0: as many as other ranks send."""
+        """Rows that a rank's experts multiply, divided by its share of tokens; 0 where other ranks decide how many arrive."""
         return either(self.ranks > 1, 0.0, 1.0) if self.capacity is None else self.slots / self.pairs
 
     def kept(self, itemsize: int, *, redone: bool = False) -> Many:
@@ -720,7 +720,7 @@ def _capacity(tokens: Many, top_k: int, experts: int, factor: float) -> Many:
 
 
 def attention_flows(layers: Layers, attention: SplitAttention, documents: bool = False) -> Iterator[Flow]:
-    """Of all blocks that the rank runs; the backward reads what the forward read once more, and recomputing repeats that.
+    """Flows of attention in all blocks of a rank. The backward reads once more what the forward read, as recomputing does.
 
     Args:
       layers: the rank's.
@@ -739,7 +739,7 @@ def attention_flows(layers: Layers, attention: SplitAttention, documents: bool =
 
 
 def _read(layers: Layers, attention: SplitAttention, work: str, times: Many) -> Iterator[Flow]:
-    """Heads for positions and back among neighbours, and keys and values of other groups."""
+    """All-to-alls that trade positions for heads and back, and permutes of the keys and values of other groups of ranks."""
     exchanged = (attention.queries + attention.keys) * layers.tokens
     yield replace(
         layers.flow(
@@ -805,7 +805,7 @@ class Stages:
 
     @property
     def ranks(self) -> tuple[ShardCounts, ...]:
-        """What the ranks have that may have most of something: the first, the fullest of those between, and the last."""
+        """The pipeline ranks that can be the peak of some quantity: the first, the largest one between, and the last."""
         last, total = self.num_ranks - 1, sum(self.blocks)
         between = max(range(1, last), key=self.on_rank, default=None)
         chosen = (0, last) if between is None else (0, between, last)
@@ -815,7 +815,7 @@ class Stages:
 
 @lru_cache(maxsize=4096)
 def _cut(costs: tuple[float, ...], loose: frozenset[int], head: float, num_stages: int) -> tuple[int, ...]:
-    """Blocks of every stage; a loose one, of which there is no second, begins no stage."""
+    """Assigns blocks to stages. A block of which there is only one begins no stage."""
     begins = [i for i in range(len(costs)) if i not in loose]
     own = [costs[i] for i in begins]
     own[0] += sum(costs[: begins[0]])
@@ -879,7 +879,7 @@ BUFFERS = "buffers"
 
 
 def expert_flows(layers: Layers, experts: RoutedExperts) -> Iterator[Flow]:
-    """Of all blocks with experts that the rank runs; recomputing repeats the forward, but not what a unit ends with."""
+    """Flows of the experts in all blocks of a rank. Recomputing repeats the forward, but for the last exchange of a unit."""
     yield from _router(layers, experts)
     yield from _counts(layers)
     if experts.capacity is None:

@@ -358,7 +358,7 @@ def states(weights: Weights, parts: ShardCounts, run: Run, moments: int) -> dict
 
 
 def resting(group: Group, parts: ShardCounts) -> Many:
-    """How many of each rest on a rank: what both ends of a pipeline read rests on the first."""
+    """Number of a group's parameters that rest on a pipeline rank; those that both ends read rest on the first rank."""
     number = parts.number(group.place, group.count)
     return number * parts.first if group.place == "both ends" else number
 

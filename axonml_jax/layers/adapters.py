@@ -126,7 +126,7 @@ class LowRank:
         return a, b
 
     @functools.cached_property
-    def whole(self) -> jax.Array:
+    def merged(self) -> jax.Array:
         """W + scale A B."""
         a, b = self.adapters
         own = self.weight if self.column_scales is None else dequantized(self.weight, self.column_scales, self.sides)
@@ -201,7 +201,7 @@ def _seen(model: Functional, read: Mapping[str, Any], name: str) -> Any:
 
 def _run(program: Program, values: Sequence[Any]) -> list[Any]:
     """The results of a program of values some of which are `LowRank`."""
-    return [_whole(value) for value in run_program(program, values, _at)]
+    return [_merged(value) for value in run_program(program, values, _at)]
 
 
 def _at(equation: Equation, given: list[Any]) -> Sequence[Any] | None:
@@ -221,7 +221,7 @@ def _at(equation: Equation, given: list[Any]) -> Sequence[Any] | None:
             return _checkpointed(equation, given)
         if op.called is not None and (called := equation.called) is not None:
             return _run(called, given)
-        return op.bind([_whole(value) for value in given])
+        return op.bind([_merged(value) for value in given])
 
 
 def _product(equation: Equation, given: list[Any]) -> jax.Array | None:
@@ -283,7 +283,7 @@ def _scanned(equation: Equation, given: list[Any]) -> list[Any]:
     scan, body = equation.op.scan, equation.body
     assert scan is not None and body is not None
     first = scan.first_scanned
-    consts, carry = given[: scan.num_consts], [_whole(value) for value in given[scan.num_consts : first]]
+    consts, carry = given[: scan.num_consts], [_merged(value) for value in given[scan.num_consts : first]]
     stacks = [_sliceable(value) for value in given[first:]]
 
     def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -307,11 +307,11 @@ def _checkpointed(equation: Equation, given: list[Any]) -> list[Any]:
 
 def _sliceable(value: Any) -> Any:
     """What a scan goes over: stacks of matrices; a matrix alone is sliced along its rows, whole."""
-    return _whole(value) if isinstance(value, LowRank) and not value.sides.stacked else value
+    return _merged(value) if isinstance(value, LowRank) and not value.sides.stacked else value
 
 
-def _whole(value: Any) -> Any:
-    return value.whole if isinstance(value, LowRank) else value
+def _merged(value: Any) -> Any:
+    return value.merged if isinstance(value, LowRank) else value
 
 
 def _leaves(value: Any) -> Any:

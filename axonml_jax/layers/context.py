@@ -206,11 +206,11 @@ def read_backward(how: Attention, ring: Ring, given: Given, q, k, v, places: Pla
         keys, values = (how.keys.tiles(_sorted(how, ring, x, 2), 2) for x in _gathered(ring, k, v))
         side = _gathered_side(how, ring, places)
         dq, dk, dv, arrays = how.work.backward(how, given, kept, at, keys, values, side)
-        dk, dv = how.keys.joined(dk, 2).astype(k.dtype), how.keys.joined(dv, 2).astype(v.dtype)
+        dk, dv = how.keys.untiled(dk, 2).astype(k.dtype), how.keys.untiled(dv, 2).astype(v.dtype)
         dk, dv = _scattered(ring, *(_unsorted(how, ring, x, 2) for x in (dk, dv)))
     else:
         dq, dk, dv, arrays = _ring_backward(how, ring, given, kept, at, k, v, places)
-    return how.queries.joined(dq, 3), dk, dv, arrays
+    return how.queries.untiled(dq, 3), dk, dv, arrays
 
 
 def _ring_backward(how: Attention, ring: Ring, given: Given, kept: KeptQueries, at: Side, k, v, places: Places):
@@ -220,7 +220,7 @@ def _ring_backward(how: Attention, ring: Ring, given: Given, kept: KeptQueries, 
         coming = ring.sent(both, rounds.keys(number + 1))
         piece = *_tiled(how, both, size), _side(how, ring, places, number)
         dq, dk, dv, arrays = how.work.backward(how, given, kept, at, *piece)
-        made = jnp.concatenate([how.keys.joined(dk, 2), how.keys.joined(dv, 2)], -1)
+        made = jnp.concatenate([how.keys.untiled(dk, 2), how.keys.untiled(dv, 2)], -1)
         if total is None:
             total, own, travelling = (dq, arrays), made, jnp.zeros_like(made)
         else:
@@ -666,7 +666,7 @@ def _attended_forward(how: Attention, ring: Ring, given: Given, q, k, v, sinks, 
     read = read_forward(how, ring, given, q, k, v, places)
     read = read if sinks is None else merged(read, sunk(read, sinks))
     read = jax.tree.map(lambda x: checkpoint_name(x, KEPT), read._replace(out=read.out.astype(v.dtype)))
-    return how.queries.joined(read.out, 3), (given, q, k, v, sinks, places, read)
+    return how.queries.untiled(read.out, 3), (given, q, k, v, sinks, places, read)
 
 
 def _attended_backward(how: Attention, ring: Ring, kept, grad):

@@ -355,7 +355,7 @@ class _Chunks:
     def __hash__(self) -> int:
         return hash((self.axes, self.size, self.dim, self.sequence, self.softcap, self.words))
 
-    def whole(self, x: jax.Array) -> jax.Array:
+    def all_rows(self, x: jax.Array) -> jax.Array:
         """All positions, as rows."""
         x = gather_whole(x, self.axes, SEQUENCE_DIM, invarying=False) if self.sequence else x
         return x.reshape(-1, x.shape[-1])
@@ -403,7 +403,7 @@ def _losses(chunks, x, table, targets):
 
 def _chunked_forward(chunks: _Chunks, x, table, targets):
     """The losses, and what the backward needs: softmax = exp(logits - normalizer), NaN where no word is the target."""
-    rows = chunks.whole(x)
+    rows = chunks.all_rows(x)
     least = float(
         jnp.finfo(_wide(x)).min
     )  # not -inf: a chunk may be padding alone, and its highest be subtracted from itself
@@ -431,7 +431,7 @@ def _chunked_backward(chunks: _Chunks, saved, ct):
     x, table, targets, normalizer = saved
     if chunks.sequence:  # the barrier keeps XLA from finding the forward's gather, and keeping its result
         x, ct = together((x, ct))
-    rows, scale = chunks.whole(x), jnp.where(targets < 0, 0, ct).reshape(-1, 1)
+    rows, scale = chunks.all_rows(x), jnp.where(targets < 0, 0, ct).reshape(-1, 1)
 
     def step(state, words, first):
         of_rows, of_table = state

@@ -178,7 +178,7 @@ class TileCut:
         x = x.reshape(*x.shape[:dim], self.count, self.size, *x.shape[dim + 2 :])
         return jnp.moveaxis(x, dim, 0)
 
-    def joined(self, tiles: jax.Array, dim: int) -> jax.Array:
+    def untiled(self, tiles: jax.Array, dim: int) -> jax.Array:
         """The inverse of `tiles`; `dim` counts in the result."""
         dim = dim % (tiles.ndim - 1)
         chunk, filled = self.places // self.chunks, self.per_chunk * self.size

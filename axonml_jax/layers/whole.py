@@ -221,7 +221,7 @@ class SplitValue:
     places: Places
 
     @functools.cached_property
-    def whole(self) -> jax.Array:
+    def gathered(self) -> jax.Array:
         """The parameter, gathered once."""
         return _gather(self.value, self.places)
 
@@ -563,7 +563,7 @@ def _scanned(equation: Equation, body: Program, given: list[Any], losses: WholeL
     assert scan is not None
     first = scan.first_scanned
     consts, carry = given[: scan.num_consts], [_read(value) for value in given[scan.num_consts : first]]
-    stacks = [(value.sliced() or value.whole) if isinstance(value, SplitValue) else value for value in given[first:]]
+    stacks = [(value.sliced() or value.gathered) if isinstance(value, SplitValue) else value for value in given[first:]]
 
     def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
         own = [_on(old, _value(old)) for old in consts]  # what this body gathers belongs to its own trace
@@ -582,7 +582,7 @@ def _has_marks(program: Program) -> bool:
 
 def _read(value: Any) -> Any:
     """A value as every equation but a layer's own reads it."""
-    return value.whole if isinstance(value, SplitValue) else value
+    return value.gathered if isinstance(value, SplitValue) else value
 
 
 def _value(value: Any) -> Any:

@@ -78,7 +78,7 @@ class Following:
         """What the results of all branches can be held as."""
         first, *others = [self.program(branch, given) for branch in equation.branches]
         for other in others:
-            first = [tuple(map(joined, a, b)) for a, b in zip(first, other, strict=True)]
+            first = [tuple(map(either, a, b)) for a, b in zip(first, other, strict=True)]
         return first
 
     def scan(self, equation: Equation, given: Sequence[Places]) -> tuple[list[Places], list[Places]]:
@@ -169,7 +169,7 @@ def moves(old: Places, new: Places) -> bool:
     return any(a != b and (a == SUM or isinstance(a, Split)) for a, b in zip(old, new, strict=True))
 
 
-def joined(a: Place, b: Place) -> Place:
+def either(a: Place, b: Place) -> Place:
     """How a value can be held that is one or the other."""
     if a is None or b is None:
         return a if b is None else b

@@ -246,7 +246,7 @@ def leave_now(status: int) -> NoReturn:
     os._exit(status)
 
 
-def joined() -> bool:
+def in_a_job() -> bool:
     """Whether this process is one of a job's; asking does not import JAX."""
     jax = sys.modules.get("jax")
     return jax is not None and jax.distributed.is_initialized()
@@ -267,7 +267,7 @@ def say_goodbye(client, process_id: int, num_processes: int) -> None:
 def _wait_for_others(client, process_id: int, num_processes: int) -> None:
     import jax
 
-    if not joined():
+    if not in_a_job():
         return  # `shutdown` was called: the others have been waited for
     everyone, start = set(range(num_processes)), time.monotonic()
     try:

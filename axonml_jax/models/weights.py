@@ -22,7 +22,7 @@ from axonml_jax.mesh.axes import as_axes
 from axonml_jax.model.lora import dequantized, is_adapter, merged, quantized, scales_name
 from axonml_jax.model.safetensors import Pending, StoredArrays, write_shards
 from axonml_jax.models.config import TransformerConfig, unlike
-from axonml_jax.models.families.family import ArraySource, Family, Place, joined, names_there, shape_there, sources
+from axonml_jax.models.families.family import ArraySource, Family, Place, assembled, names_there, shape_there, sources
 from axonml_jax.models.families.known import config_of, described_in, family_named, family_of
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.sharding.layout import Checkpointable, Layout, Leaf, from_stored, to_stored
@@ -168,7 +168,7 @@ def pending(name: str, parts: list[tuple[Leaf, tuple[int, ...], Place]]) -> Pend
     leaf, index, _ = parts[0]
     places = [place for _, _, place in parts]
     shape = shape_there(places, leaf.shape[len(index) :])
-    fetch: Callable[[], np.ndarray] = lambda: joined(places, [_on_host(own, at) for own, at, _ in parts])
+    fetch: Callable[[], np.ndarray] = lambda: assembled(places, [_on_host(own, at) for own, at, _ in parts])
     return Pending(name, shape, jax.numpy.dtype((leaf.column_scales or leaf).dtype).name, fetch)
 
 

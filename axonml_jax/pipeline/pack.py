@@ -341,7 +341,7 @@ def apart(x: jax.Array, dim: int, parts: PartRanks) -> jax.Array:
     return rows.reshape(parts.count, math.prod(rows.shape[1:]))
 
 
-def joined(rows: jax.Array, shape: tuple[int, ...], dim: int, parts: PartRanks) -> jax.Array:
+def reassembled(rows: jax.Array, shape: tuple[int, ...], dim: int, parts: PartRanks) -> jax.Array:
     """The inverse of `apart`, of rows [N, n]."""
     each = -(-shape[dim] // parts.count)
     cut = split_over(rows.reshape(parts.count, *shape[:dim], each, *shape[dim + 1 :]), parts.axis)
@@ -524,7 +524,7 @@ class Slot(NamedTuple):
         """The inverse of `flat`, whatever dims of size 1 stand before."""
         if not (parts := self.group.parts):
             return flat.reshape(self.shape)
-        return joined(flat.reshape(parts.count, self.size), self.shape, self.dim, parts)
+        return reassembled(flat.reshape(parts.count, self.size), self.shape, self.dim, parts)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from axonml_jax.cost.base import (
     TickCounts,
     Weights,
     grouped,
-    joined,
+    merged_flows,
     split_by_layers,
     splitting,
 )
@@ -935,7 +935,7 @@ def candidates_of(
         expert_flops_per_token=expert_flops(step.model, run),
         expert_padding=0.0 if step.experts is None else step.experts.padded,
         causal_balance=1.0 if step.attention is None else step.attention.balance,
-        traffic=joined(flows(step)),
+        traffic=merged_flows(flows(step)),
         memory=held(step, moments=asked.moments, offload=offload, in_ticks=False),
         bubble=_bubble(step, slowest) if run.pipelined else 0.0,
     )

@@ -37,7 +37,7 @@ from axonml_jax.training.state import TrainState, each_ranks_specs
 
 @dataclass(frozen=True)
 class BetweenSteps(StepTransform):
-    """Strategies that keep a state act on what a step reads, and on what an update has made."""
+    """Calls the strategies that keep a state: before a step on the parameters that it reads, afterwards on the updated ones."""
 
     placement: Placement
     rest: Rest
@@ -74,7 +74,7 @@ def stateful(placement: Placement) -> dict[AxisNames, Stateful]:
 
 
 def first_states(placement: Placement, params: PyTree) -> dict[str, PyTree]:
-    """What the strategies keep at a run's first step, of whole parameters."""
+    """Makes the strategies' states for a run's first step, from the full parameters."""
     return {_name(axis): jax.tree.map(each.init_state, params) for axis, each in stateful(placement).items()}
 
 
@@ -125,7 +125,7 @@ LEFT_OUT = "left_out/"
 
 @dataclass(frozen=True)
 class FedBack(StepTransform):
-    """What the sums of gradients left out in the last step joins those of this one (Seide et al. 2014)."""
+    """Error feedback: the rounding error of the last step's gradient sums is added to this step's (Seide et al. 2014)."""
 
     placement: Placement
 

@@ -243,7 +243,7 @@ class Evaluated(NamedTuple):
         """What one of the values counts for."""
         return self.weights.get(name, self.rows)
 
-    def joined(self, other: "Evaluated") -> "Evaluated":
+    def merged(self, other: "Evaluated") -> "Evaluated":
         """That of two batches of which all is a weighted mean."""
         weights = {name: weight + other.weights[name] for name, weight in self.weights.items()}
         total = lambda each, name: each.values[name] * each.weights[name].astype(each.values[name].dtype)
@@ -321,7 +321,7 @@ class EvalStep:
             first = self._run(variables, rows_of(batch, 0, rows - rest), rows - rest)
             apart = all(self._weighted.values())  # known now
         if apart:
-            return first.joined(self._everywhere._run(variables, rows_of(batch, rows - rest, rows), rest))
+            return first.merged(self._everywhere._run(variables, rows_of(batch, rows - rest, rows), rest))
         return self._everywhere._run(variables, batch, rows)
 
     def _run(self, variables: Variables, batch: PyTree, rows: int) -> Evaluated:

@@ -134,12 +134,12 @@ class OneByOne(GradientEngine):
 
 
 def _left_out(feedback: Feedback, placement: Placement, grads: list[Partial], layouts: list[Layout]) -> list[jax.Array]:
-    """What sums will lack of gradients that are summed over no axis yet."""
+    """Returns the rounding error that quantized sums will leave out, of gradients that are summed over no axis yet."""
     return feedback.left_out([grad.taken(lacking(placement, ())) for grad in grads], layouts)
 
 
 def _typed_carry(run: OneMicrobatch, state: PyTree, key: jax.Array, batch: PyTree, inner: Any) -> PyTree:
-    """The state typed as varying over what it will vary over after a microbatch, so that a scan may carry it."""
+    """Types the model's state as varying over the axes over which it varies after a microbatch, so that a scan may carry it."""
     leaves, treedef = jax.tree.flatten(state)
     for _ in leaves:
         traced = trace(lambda s: jax.tree.leaves(run(treedef.unflatten(s), key, batch, inner, None)[2]), leaves)
@@ -232,7 +232,7 @@ class _Once:
 
 
 class ByUnit(OneByOne):
-    """Nothing is whole but the units at work and those gathered ahead."""
+    """ZeRO-3: only the units at work, and those that are prefetched, are gathered."""
 
     def one(self, variables: Variables) -> OneMicrobatch:
         """See `OneMicrobatch`."""
@@ -295,7 +295,7 @@ def gradients(
 
 
 def engine_of(placement: Placement, sync: bool) -> type[GradientEngine]:
-    """The engine of a plan; ranks that keep whole gradients of their own (`no_sync`) have whole parameters."""
+    """Chooses the engine of a plan. Ranks that keep unreduced gradients (`no_sync`) gather all parameters at once."""
     if placement.stages is not None:
         from axonml_jax.training.pipelined import ByStage
 
@@ -319,6 +319,6 @@ def summed(losses: Loss, placement: Placement, sync: bool) -> Loss:
 
 
 def means_of(sums: Loss, parts: int):
-    """Sums of so many parts -> (mean loss, mean metrics, total weight or None)."""
+    """Divides sums over `parts` microbatches and ranks -> (mean loss, mean metrics, total weight or None)."""
     loss = sums.total / parts if sums.weight is None else per_weight(sums.total, sums.weight)
     return loss, {name: metric.value for name, metric in sums.metrics.items()}, sums.weight

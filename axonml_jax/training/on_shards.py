@@ -48,7 +48,7 @@ from axonml_jax.training.optimizer import apply, culprit, whole_shape
 
 
 def bind_typed(equation: Equation, values: Sequence[Any]) -> list[Any]:
-    """The results of an equation; its operands, and all that it makes, are typed as varying over the same axes."""
+    """Runs an equation with its operands and results typed as varying over the same axes."""
     values = typed_alike(list(values))
     axes = tuple(sorted(frozenset[str]().union(*map(varying_axes, values))))
     if not axes or not equation.bodies:
@@ -62,7 +62,7 @@ def bind_typed(equation: Equation, values: Sequence[Any]) -> list[Any]:
 
 
 def typed_alike(values: list[Any]) -> list[Any]:
-    """Values typed as varying over the same axes, as operations want them."""
+    """Types values as varying over the same axes, which operations require."""
     axes = frozenset[str]().union(*(varying_axes(value) for value in values))
     return [vary(jnp.asarray(value), tuple(sorted(axes))) for value in values] if axes else values
 
@@ -218,7 +218,7 @@ class Value(NamedTuple):
 
     @property
     def is_number(self) -> bool:
-        """Whether it may meet any part of a parameter: one number for all elements, the same on all ranks."""
+        """Tells whether a value is a scalar that is the same on all ranks, so that any shard may be combined with it."""
         return self.owner is None and (not self.aval.shape or self.uniform)
 
 
@@ -304,7 +304,7 @@ class UpdateStep:
 
 @dataclass(frozen=True)
 class ShardedProgram:
-    """A function of arguments of which every rank holds parts, or some, or all.
+    """An update as a program: of each argument a rank holds a shard, all of it, or nothing (another stage's parameter).
 
     Attributes:
       steps: in order.
@@ -490,7 +490,7 @@ class WholeWork:
     noted: dict[int, _Noted] = field(default_factory=dict)
 
     def has(self, value: Value) -> bool:
-        """Whether a value is whole, on the rank that owns the parameter in this update."""
+        """Tells whether one rank has the full value: the rank that does this parameter's work on full matrices."""
         return value.number in self.noted
 
     def note(self, equation: Equation, given: Sequence[Value], made: Sequence[Value], frames: Sequence[str]) -> None:
@@ -503,7 +503,7 @@ class WholeWork:
         return self.noted[value.number].frames
 
     def work(self, value: Value, *, part: bool) -> tuple[MatrixWork, list[Value]]:
-        """What makes a value, and what that reads: parts of the parameter, then what is the same on all ranks.
+        """Finds the equations that make a value, and what they read: the parameter's shards, then values that all ranks share.
 
         Args:
           value: a whole one.
@@ -645,7 +645,7 @@ class UpdateSteps:
         return len(owners) == 1 and not op.acts and not any(map(self.is_local, given))
 
     def is_whole(self, owner: int) -> bool:
-        """Whether one rank has all of a parameter, and so may do anything with it."""
+        """Tells whether a parameter is not split: a rank that holds it has all of it, and any operation may act on it."""
         return not self.layouts[owner].axes
 
     def is_local(self, value: Value) -> bool:
@@ -653,7 +653,7 @@ class UpdateSteps:
         return value.owner is not None and self.is_whole(value.owner)
 
     def is_small(self, value: Value) -> bool:
-        """Whether a value is a single element, of which other ranks can be told."""
+        """Tells whether a value is a single element, which can be sent to the other ranks."""
         whole = self.is_local(value) or self.whole_work.has(value)
         return value.owner is not None and (value.aval.size == 1 if whole else not value.aval.shape)
 
@@ -880,7 +880,7 @@ class _Reader(UpdateSteps):
         return [self.everywhere(each) if self.is_small(each) else self.part(each) for each in given]
 
     def _chosen(self, index: Value, cases: list[Value], frames: Sequence[str]) -> Value:
-        """A result of a conditional: all branches run, as totals in them need all ranks."""
+        """Runs all branches of a conditional and selects the result: sums over ranks inside a branch need all ranks."""
         if len({case.number for case in cases}) == 1:
             return cases[0]
         given, owner = self._together([index, *cases], cases[0].aval.shape, "cond", frames)
@@ -915,7 +915,7 @@ class _Reader(UpdateSteps):
     def _together(
         self, given: list[Value], shape: tuple[int, ...], name: str, frames: Sequence[str]
     ) -> tuple[list[Value], int | None]:
-        """Values that meet element by element: of one parameter, or the same on all ranks."""
+        """Checks operands of an elementwise operation: shards of one parameter, or values that are the same on all ranks."""
         given = [value if self.is_small(value) else self.part(value) for value in given]
         owned = [value for value in given if value.owner is not None]
         several = len({value.owner for value in owned}) > 1
@@ -943,7 +943,7 @@ class _Reader(UpdateSteps):
 
 
 def _given(values: Sequence[Any]) -> Sequence[Any]:
-    """Of numbers that are to be spread: they stand for what they would be spread over."""
+    """Returns scalars as they are, in the place of the arrays to which they would be broadcast."""
     return values
 
 
@@ -1050,7 +1050,7 @@ class OnShards:
         return new, state
 
     def _own(self, *parts: PyTree) -> tuple[PyTree, PyTree] | None:
-        """What the optimizer's own code makes of parts; None where it does not the same to them as to whole arrays.
+        """Runs the optimizer's own code on shards; None where it would do something else to a shard than to the full array.
 
         The program that is compared is the one that is run: it is traced once.
         """
@@ -1071,7 +1071,7 @@ class OnShards:
 
     @property
     def _owners(self) -> tuple[tuple[int | None, ...], tuple[int | None, ...]]:
-        """Of parameters and of the state: who owns what is not whole on every rank."""
+        """Returns for every parameter and every leaf of the state the parameter it belongs to; None: all ranks hold it."""
         layouts, staged = self._layouts, self.placement.stages is not None
         split = [staged or bool(layout.axes) for layout in layouts]
         params = tuple(i if own else None for i, own in enumerate(split))
@@ -1079,7 +1079,7 @@ class OnShards:
 
 
 def seen_shard(shard: jax.Array, layout: Layout) -> jax.Array:
-    """What the optimizer sees of a shard: scalars, which rest as one element per rank, as scalars."""
+    """Returns a shard as the optimizer sees it: a scalar, which rests as one element per rank, is a scalar again."""
     return jnp.reshape(shard, ()) if not layout.shape and shard.ndim else shard
 
 

@@ -37,7 +37,7 @@ Path = tuple[Any, ...]
 
 
 def owners(state: PyTree, params: PyTree) -> list[int | None]:
-    """For every leaf of an optimizer's state the parameter (position in tree order) it belongs to, or None.
+    """Finds for every leaf of an optimizer's state the parameter (by its position in the tree) that it belongs to, or None.
 
     Optax keeps what belongs to parameters in trees shaped like theirs, in which `optax.MaskedNode` may stand for those that
     a mask leaves out, and a parameter may have several leaves. A node of the state whose leaves cover all parameters and
@@ -220,7 +220,7 @@ def _wide(x: Any) -> Any:
 
 
 def opt_owners(placement: Placement, tx: optax.GradientTransformation) -> tuple[PyTree, list[int | None]]:
-    """The layout of every leaf of the optimizer's state, and the parameter (position in tree order) it belongs to, or None.
+    """Returns for every leaf of the optimizer's state its layout, and the position of the parameter it belongs to, or None.
 
     What belongs to a parameter and has its shape lives as the parameter does. Along a pipeline, where one rank has the whole
     parameter, all that belongs to it lives there. Everything else (counts, factored moments) is whole on every rank.
@@ -247,14 +247,14 @@ def whole_shape(layout: Layout) -> jax.ShapeDtypeStruct:
 
 
 def gather_leaf(shard: jax.Array, layout: Layout) -> jax.Array:
-    """Inside `shard_map`: the whole array of a resting shard, uncast and the same on every rank."""
+    """Gathers a resting shard: the full array, uncast, the same on every rank; inside `shard_map`."""
     for axis in reversed(layout.axes):
         shard = gather_whole(shard, axis, layout.dim_of(axis) or 0, invarying=True)
     return from_stored(shard, layout)
 
 
 def leaf_shard(whole: jax.Array, layout: Layout) -> jax.Array:
-    """Inside `shard_map`: this rank's resting shard of a whole array. The inverse of `gather_leaf`."""
+    """Cuts this rank's resting shard out of a full array; inside `shard_map`. The inverse of `gather_leaf`."""
     part = to_stored(whole, layout)
     for axis in layout.axes:
         part = own_slice(part, axis, layout.dim_of(axis) or 0)
@@ -262,12 +262,12 @@ def leaf_shard(whole: jax.Array, layout: Layout) -> jax.Array:
 
 
 def gather_stored(tree: PyTree, layouts: PyTree) -> PyTree:
-    """Inside `shard_map`: the whole arrays of stored shards, the same on every rank."""
+    """Gathers stored shards: full arrays, the same on every rank; inside `shard_map`."""
     return map_layouts(gather_leaf, tree, layouts)
 
 
 def own_parts(tree: PyTree, layouts: PyTree) -> PyTree:
-    """Inside `shard_map`: this rank's shards of whole arrays. The inverse of `gather_stored`."""
+    """Cuts this rank's shards out of full arrays; inside `shard_map`. The inverse of `gather_stored`."""
     return map_layouts(lambda x, layout: leaf_shard(jnp.asarray(x), layout), tree, layouts)
 
 

@@ -137,7 +137,7 @@ class Rest(abc.ABC):
     # A step's way in and out
 
     def own(self, tree: PyTree) -> PyTree:
-        """Inside `shard_map`: this rank's own of what rests of trained parameters, or of what lives as they do."""
+        """Takes this rank's part of a resting tree: trained parameters, or a tree that rests like them; inside `shard_map`."""
         return tree
 
     def kept(self, tree: PyTree) -> PyTree:
@@ -168,7 +168,7 @@ class Rest(abc.ABC):
         """`fun(read_variables, *args)` inside `shard_map`, without gradients; `variables` are this rank's own."""
 
     def loss(self, objective: Objective, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, Any]:
-        """The loss of this rank's rows, without gradients, in microbatches, so that memory does for it that does for a step.
+        """Returns the loss of this rank's rows without gradients, in microbatches, so that it needs no more memory than a step.
 
         As many as the plan's number and the rows have in common. What is gathered when it is used is so in every microbatch.
         Besides, what is done with its sum over ranks (`Objective.finish`).
@@ -224,13 +224,13 @@ class Rest(abc.ABC):
 
     @abc.abstractmethod
     def squares(self, tree: PyTree) -> Iterable[Square]:
-        """Of trained parameters, or of their gradients, at rest: the sum of squares of this rank's part; inside `shard_map`."""
+        """Returns the sum of squares of this rank's part of every resting parameter, or gradient; inside `shard_map`."""
 
     # What users and checkpoints see
 
     @abc.abstractmethod
     def outside(self, params: PyTree, mesh: Mesh) -> PyTree:
-        """Trained parameters (or gradients of them) as the model's tree, without padding."""
+        """Returns resting parameters (or their gradients) as the model's tree, without padding."""
 
     @abc.abstractmethod
     def outside_frozen(self, frozen: PyTree, mesh: Mesh) -> PyTree:
@@ -245,7 +245,7 @@ class Rest(abc.ABC):
         """What `outside` gave of gradients, clipped by their p-norm; under `jit`."""
 
     def whole(self, variables: Variables, mesh: Mesh) -> Variables:
-        """The variables without padding; where ranks keep their own, the first rank's."""
+        """Returns the variables without padding; of ranks that train models of their own, those of the first rank."""
         params, frozen = self.outside(variables.params, mesh), self.outside_frozen(variables.frozen, mesh)
         state = variables.state if self.placement.axes.buffers is None else single(variables.state)
         return Variables(params, frozen, state)
@@ -279,7 +279,7 @@ class RestingOptimizer(abc.ABC):
 
     @cached_property
     def placed(self) -> tuple[PyTree, list[int | None]]:
-        """The layout of every leaf of its state in a step, and the parameter that each belongs to (`opt_owners`)."""
+        """Returns the layout of every leaf of the optimizer's state, and the parameter that it belongs to (`opt_owners`)."""
         return opt_owners(self.placement, self.tx)
 
     @cached_property
@@ -303,7 +303,7 @@ class RestingOptimizer(abc.ABC):
 
     @abc.abstractmethod
     def first(self, params: PyTree, mesh: Mesh) -> PyTree:
-        """Its first state, of resting parameters, each leaf made where it will live."""
+        """Makes the optimizer's first state from resting parameters, each leaf on the devices where it will rest."""
 
     @abc.abstractmethod
     def shapes(self, shapes: Variables) -> PyTree:
@@ -311,7 +311,7 @@ class RestingOptimizer(abc.ABC):
 
     @abc.abstractmethod
     def update(self, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
-        """New parameters and state, inside `shard_map`: on what ranks hold, or on gathered leaves."""
+        """Returns new parameters and state, inside `shard_map`; it acts on the shards, or gathers whole arrays."""
 
     @abc.abstractmethod
     def tree(self, opt_state: PyTree) -> PyTree:
@@ -327,12 +327,12 @@ class RestingOptimizer(abc.ABC):
 
 
 def single(tree: PyTree) -> PyTree:
-    """A rank's own entries of values that are stacked by rank along dim 0."""
+    """Takes this rank's entry [...] of values [ranks, ...] that are stacked by rank along dim 0."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
 def stacked(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Every leaf [...] as this rank's entry [1, ...] of a value stacked along dim 0 over mesh axes. The inverse of `single`."""
+    """Makes of every leaf [...] this rank's entry [1, ...] of values stacked by rank along dim 0. The inverse of `single`."""
     return jax.tree.map(lambda x: vary(jnp.asarray(x), axes)[None], tree)
 
 
@@ -374,7 +374,7 @@ class Plain(Rest):
         return PlainOptimizer(tx, self.placement, self)
 
     def read(self, fun: Callable, model: Functional, variables: Variables, *args: Any) -> Any:
-        """At once; unit by unit where the plan gathers parameters when they are used."""
+        """Gathers all parameters at once, or unit by unit where the plan gathers parameters at their use."""
         placement = self.placement
         if not placement.at_use:
             params = read_tree(placement, variables.params, placement.params)
@@ -542,7 +542,7 @@ class PlainOptimizer(RestingOptimizer):
 
 
 class Stacked(Plain):
-    """Inside a step each rank has its own entry, which is as `Plain` has it."""
+    """Each rank trains a model of its own: arrays are stacked by rank, and a step takes its entry, as `Plain` has it."""
 
     @cached_property
     def layouts(self) -> PyTree:
@@ -588,7 +588,7 @@ class Stacked(Plain):
 
 @dataclass(frozen=True, eq=False)
 class StackedOptimizer(PlainOptimizer):
-    """One entry of its state for each rank that trains a model of its own."""
+    """The state is stacked by rank: one entry for each rank that trains a model of its own."""
 
     rest: Stacked
 
@@ -612,7 +612,7 @@ class StackedOptimizer(PlainOptimizer):
 
 
 class InRounds(Stacked):
-    """The model's variables are the outer parameters; what a step updates is a `RoundState`'s, and the optimizer's state."""
+    """The model's variables are DiLoCo's outer parameters; a step updates the replicas' parameters in the `RoundState`."""
 
     @cached_property
     def agreed(self) -> Rest:
@@ -655,7 +655,7 @@ class Partitioned(Plain):
 
 
 class PartitionedStacked(Partitioned, Stacked):
-    """Ranks of some axes train models of their own, each split by the partitioner."""
+    """Each rank of some axes trains a model of its own, and XLA's partitioner splits each of these models."""
 
     def between(self) -> Rest:
         """As the plan's rules split them, stacked."""

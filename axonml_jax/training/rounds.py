@@ -36,7 +36,7 @@ class RoundState:
 
 @dataclass(frozen=True)
 class Rounds(StepTransform):
-    """A step updates every replica's own parameters, in the place of the outer ones; some steps end a round.
+    """A step updates each replica's own parameters in the place of the outer ones; every `every`-th step ends a round.
 
     Nothing inside it can see the outer parameters, nor what replicas keep together.
     """
@@ -61,7 +61,7 @@ class Rounds(StepTransform):
 
 @dataclass(frozen=True)
 class RoundsKept(Kept):
-    """A `RoundState`: replicas' own rest as their optimizers' state, what they keep together as the outer parameters' one."""
+    """How a `RoundState` rests: the replicas' parameters as their optimizer's state, the outer momentum as outer parameters."""
 
     placement: Placement
     rest: Rest
@@ -80,7 +80,7 @@ class RoundsKept(Kept):
         return AsOptimizer(Plain(self.placement.agreed), "rounds/kept", first)
 
     def first(self, params: PyTree, mesh: Mesh) -> RoundState:
-        """Every replica begins with the outer parameters; none of it is ever whole."""
+        """Every replica begins with the outer parameters, which no device holds in full on the way."""
         return RoundState(self.own.first(params, mesh), self.together.first(params, mesh))
 
     def shapes(self, shapes: Any) -> RoundState:

@@ -46,7 +46,7 @@ class RestingState(NamedTuple):
 
 
 def init_state(variables: Variables, at: RestingState, mesh: Mesh, key: jax.Array) -> TrainState:
-    """A run's first state from variables that already rest on the mesh."""
+    """Makes a run's first state from variables that already rest on the mesh."""
     step, key = (place(each, PartitionSpec(), mesh) for each in (jnp.zeros((), jnp.int32), key))
     opt_state = at.optimizer.first(variables.params, mesh)
     extras = {name: each.first(variables.params, mesh) for name, each in at.kept.items()}
@@ -191,12 +191,12 @@ def averaged_variables(model: Functional, state: TrainState, at: RestingState) -
 
 
 def _apart(opt_state: PyTree) -> tuple[PyTree, PyTree]:
-    """The optimizer's own state, and the moving average beside it or None."""
+    """Splits the optimizer's state -> (the optimizer's own, the moving average or None)."""
     return tuple(opt_state) if isinstance(opt_state, MovingAverage) else (opt_state, None)
 
 
 def _copied(array: jax.Array, like: Any) -> jax.Array:
-    """A copy in the dtype of another array, and where that is."""
+    """Copies an array in the dtype of another one, onto the devices of that one."""
     at = array.sharding
     assert isinstance(at, NamedSharding)
     found = copies(cast(jax.device_put(array, NamedSharding(at.mesh, at.spec)), like.dtype))  # out of host memory
@@ -219,7 +219,7 @@ _SHOWN = 3
 
 
 class ReplicasDiffer(RuntimeError):
-    """Devices that should hold the same do not; the message names them and the arrays."""
+    """Raised when replicas differ: devices that should hold the same bits do not. The message names devices and arrays."""
 
 
 @dataclass(frozen=True)

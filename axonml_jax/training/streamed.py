@@ -37,7 +37,7 @@ from axonml_jax.training.state import TrainState
 
 
 def alike(whole: Program, sliced: Program) -> bool:
-    """Whether `sliced`, traced on slices of some arguments, does to them what `whole` does.
+    """Tells whether the program `sliced`, traced on slices of some arguments, does to each slice what `whole` does to all.
 
     Equation by equation: the same operations with the same constants; what meets a slice is another of the same shape or one
     number for all elements; and nothing made without a slice has its shape but one number spread out.
@@ -191,7 +191,7 @@ def _traced(
 
 
 def _trips(leaves: Sequence[jax.Array], rests: Sequence[bool]) -> list[int]:
-    """In how many slices each leaf is updated: leaves of a shape in as many, if one of them rests on the host."""
+    """Chooses the number of slices in which each leaf is updated; leaves of one shape have one number."""
     widest: dict[tuple[int, ...], int] = {}
     for leaf, host in zip(leaves, rests, strict=True):
         if host:
@@ -283,7 +283,7 @@ class _Stream:
         return max(self.trips[number] for number in piece.needed)
 
     def _needs(self) -> dict[int, frozenset[int]]:
-        """For every value the arguments in it that are loaded or sliced."""
+        """Finds for every value which loaded or sliced arguments it is computed from."""
         apart = (number for number in self.program.inputs if number in self.rests or self.trips[number] > 1)
         needs = {number: frozenset((number,)) for number in apart}
         for each in self.program.equations:
@@ -292,7 +292,7 @@ class _Stream:
         return needs
 
     def _pieces(self, needs: Mapping[int, frozenset[int]]) -> list[StreamedPiece]:
-        """The smallest that share nothing, in the order of the results; what acts on several makes them one."""
+        """Splits the update into the smallest pieces that share no value, in the order of the results."""
         nothing: frozenset[int] = frozenset()
         results: list[tuple[int, ...]] = [(i,) for i in range(len(self.program.outputs))]
         wanted = [entry_of(atom, needs, nothing) for atom in self.program.outputs]
@@ -328,7 +328,7 @@ class _Stream:
     def _work(
         self, needs: Mapping[int, frozenset[int]], pieces: Sequence[StreamedPiece]
     ) -> tuple[list[Equation], list[list[Equation]]]:
-        """The equations that need nothing of a piece, and each piece's own; nobody runs what no result needs."""
+        """Splits the equations: those that need no piece, and those of each piece. What no result needs is dropped."""
         owner = {number: k for k, piece in enumerate(pieces) for number in piece.needed}
         shared, own, wanted = [], [[] for _ in pieces], set(names_of(self.program.outputs))
         for each in reversed(self.program.equations):
