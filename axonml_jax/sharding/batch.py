@@ -179,6 +179,8 @@ class BatchLayout:
         def place(path, leaf):
             name = path_name(path)
             sharding, order = NamedSharding(mesh, self.spec(name, leaf, placed=True)), self._order(name, np.shape(leaf))
+            if isinstance(leaf, Tracer):
+                return _moved(sharding, order)(leaf)
             if not isinstance(leaf, jax.Array):
                 if isinstance(leaf, jax.ShapeDtypeStruct):
                     raise TypeError(_without_values(batch))
@@ -371,7 +373,8 @@ def refuse_tracing(call: str) -> None:
 _TRACED = (
     "{} inside a function that JAX transforms (jax.jit, jax.grad, jax.vmap, jax.lax.scan or another): a parallel model's calls "
     "are compiled already, whole, so call them as they are, trainer.step(batch), in a Python loop; what you want compiled "
-    "around them belongs into the loss or the model"
+    "around them belongs into the loss or the model. What JAX may transform is the pure step: state, metrics = "
+    "trainer.train_step(state, batch), from trainer.state"
 )
 
 

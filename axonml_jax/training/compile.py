@@ -81,15 +81,34 @@ class Compiled:
         self, whole: Callable[..., Any], mesh: Mesh, accept: Callable[[Any], None] | None = None, **options: Any
     ):
         self._whole, self._options, self._plain = whole, options, jax.jit(whole, **options)
+        self._mesh = mesh
         self._on_cpu, self._several = is_on_cpu(mesh), mesh.size > 1
         self._known: dict[Any, Any] = {}
         self._accept = accept
         self._accepted: dict[Any, Any] = {}
+        self._inner: Compiled | None = None  # the same as a part of other programs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
         run = self._choose(args, kwargs)
         return run(*args, **kwargs) if self._accept is None else self._accepted_for(run, args, kwargs)(*args)
+
+    def inlined(self, *args: Any) -> Any:
+        """Run it on arrays that JAX traces, as a part of the program around it, whose options count and which donates.
+
+        Raises:
+          TypeError: where the compiled program is to be accepted first.
+        """
+        if self._accept is not None:
+            raise TypeError(
+                "what XLA's partitioner sends in this plan's step is read from its own compiled program, which is none "
+                "inside of "
+                "jax.jit or jax.lax.scan: call the step as it is, in a Python loop"
+            )
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), args)
+        if self._inner is None:
+            self._inner = Compiled(self._whole, self._mesh)
+        return self._inner._choose(shapes, {})(*args)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit`'s."""

@@ -7,7 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from axonml_jax.base import LossFn, PyTree, named_leaves
@@ -70,7 +72,7 @@ class TrainStep:
         self._compiled = Compiled(self._whole, mesh, accept, donate_argnums=0, compiler_options=on_cpu)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """Make one update.
+        """Make one update. It may be called inside of `jax.jit` and `jax.lax.scan`, whose program it then is a part of.
 
         Args:
           state: the run's state; its buffers are given up.
@@ -82,6 +84,10 @@ class TrainStep:
         Raises:
           ValueError: when the batch does not divide, or when the state, or a part of it, was given to an earlier step.
         """
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
+            self.check(jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x)), batch))
+            with folding, explain_typed_scan(self.placement.plan.check_vma):
+                return self._compiled.inlined(state, self.placement.batch_layout.place(batch, self.mesh))
         if is_deleted(state.step) or _parts(state) != self._returned:
             _refuse_given_up(state)
         self.check(batch)
