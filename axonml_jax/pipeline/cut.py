@@ -295,7 +295,7 @@ class _Again:
     position: dict[int, int]
 
     def closure(self, wanted: Iterable[int]) -> tuple[set[int], set[int]]:
-        """Positions of the equations that make the wanted numbers again, and the weights (positions) that these read."""
+        """Finds the equations that recompute the wanted numbers, and the weights that these read, both by position."""
         equations, weights, left, seen = set(), set(), list(wanted), set()
         while left:
             number = left.pop()

@@ -112,7 +112,7 @@ def by_prefix(names: Sequence[str], prefixes: Sequence[str], stages: Sequence[in
 
 
 def balanced(costs: Sequence[float], num_parts: int) -> list[int]:
-    """Where the second and later of `num_parts` runs of consecutive items begin so that the dearest run is cheapest.
+    """Returns where to cut items into `num_parts` consecutive runs so that the most expensive run is as cheap as possible.
 
     >>> balanced([1, 1, 1, 1, 3], 2), balanced([1] * 6, 3)
     ([3], [2, 4])
@@ -198,7 +198,7 @@ class PipelineStage:
 
 
 def mark(tree: PyTree, stage: int) -> PyTree:
-    """The same arrays, named in the program as what stage `stage` starts from."""
+    """Marks arrays in the program as the inputs of stage `stage`, and returns them as they are."""
     return jax.tree.map(lambda x: checkpoint_name(x, f"{_MARK}{stage}"), tree)
 
 
@@ -727,7 +727,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class StageBuffers:
-    """Where every leaf of every stage lies. Stage p lives on rank p mod S; a shared leaf lies once on each of its ranks.
+    """Says where every leaf of every stage lies. Stage p lives on rank p mod S; a shared leaf lies once on each of its ranks.
 
     >>> stages = [{"w": Stored((2, 3), "float32")}, {"w": Stored((4,), "float32")}]
     >>> StageBuffers.of(stages, num_ranks=2).sizes[BufferGroup("float32")]
@@ -833,7 +833,7 @@ def _is_stored(leaf: Any) -> bool:
 
 
 def sum_shared(layout: StageBuffers, grads: Buffers, axis: str = "pipe") -> Buffers:
-    """Gradients in which every copy of a shared leaf has the sum of all copies' gradients, inside `shard_map`.
+    """Sums the gradients of all copies of a shared leaf, and gives each copy the sum; inside `shard_map`.
 
     Args:
       layout: where the leaves lie.
@@ -866,7 +866,7 @@ def sum_shared(layout: StageBuffers, grads: Buffers, axis: str = "pipe") -> Buff
 
 
 def without_copies(layout: StageBuffers, buffers: Buffers, axis: str = "pipe") -> Buffers:
-    """Buffers in which all but the first rank's copy of a shared leaf is zero: what a norm over `axis` counts."""
+    """Zeros all copies of a shared leaf but the first rank's, so that a norm over `axis` counts the leaf once."""
     copied = {name: slots for name, slots in _copied(layout).items() if next(iter(slots.values())).group in buffers}
     if not copied:
         return buffers

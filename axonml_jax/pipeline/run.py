@@ -260,7 +260,7 @@ def _entry(table: jax.Array, at: jax.Array) -> jax.Array:
 
 
 def alike(one: Program, other: Program) -> bool:
-    """Whether two programs compute the same of the same: equation by equation, with the same constants.
+    """Tells whether two programs are the same, equation by equation, with the same constants.
 
     >>> first, second, third = (read_program(trace(f, 1.0).jaxpr) for f in (jnp.sin, lambda x: jnp.sin(x), jnp.cos))
     >>> alike(first, second), alike(first, third)
@@ -407,13 +407,13 @@ class Running:
         return Stage(apply, read, sync)
 
     def grad_dtype(self, dtype: str) -> Any:
-        """In which dtype the gradients of what is read in `dtype` accumulate."""
+        """Returns the dtype in which the gradients of parameters accumulate that are read in `dtype`."""
         accumulate = self.placement.plan.precision.accumulate_dtype
         kinds = [layout.dtype for i, layout in enumerate(self.staging.layouts) if self._read_dtype(i) == dtype]
         return jnp.result_type(*(accumulate(kind) for kind in kinds)) if kinds else jnp.dtype(dtype)
 
     def grads_at_rest(self, grads: Buffers) -> Named:
-        """Gradients of the resting parameters from those of what the stages read, summed over all ranks, as they accumulate.
+        """Reduces the gradients of what the stages read to those of the resting parameters, summed over all ranks.
 
         Communicates: what the plan's strategies do to synchronize; over `data` one all-reduce per group and bucket.
         """
@@ -471,7 +471,7 @@ class Running:
 
     @cached_property
     def _as_they_rest(self) -> bool:
-        """Whether what rests is what is read: nothing is cast, gathered or copied."""
+        """Tells whether the stages read parameters as they rest: nothing is cast, gathered or copied."""
         resting = {**self.staging.params.buffers.sizes, **self.staging.frozen.buffers.sizes}
         if dict(self.layout.sizes) != resting:
             return False
@@ -983,7 +983,7 @@ def backward(
 
 
 def _zero(member: Member, place: int) -> jax.Array:
-    """The gradient of what the last stage returns: nobody differentiates it."""
+    """Returns zeros as the gradient of what the last stage returns, which nobody differentiates."""
     return member.traced.body.cotangent(member.traced.places.y[place])  # pyright: ignore[reportArgumentType]
 
 
@@ -1018,7 +1018,7 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class EachTick:
-    """Read in every forward and backward, gradients given back at once.
+    """Parameters are gathered in every forward and backward of a stage, and gradients reduced right after.
 
     Attributes:
       held: this rank's weights.
@@ -1057,7 +1057,7 @@ class EachTick:
 
 @dataclass(frozen=True)
 class EachTurn:
-    """Read when a rank turns to another of its stages, gradients given back when it leaves one. The methods are `EachTick`'s.
+    """Parameters are gathered when a rank turns to a stage, gradients reduced when it leaves it; methods as `EachTick`'s.
 
     Attributes:
       line: the stages.

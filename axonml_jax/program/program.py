@@ -40,7 +40,7 @@ def names_of(atoms: Iterable[Atom]) -> tuple[Any, ...]:
 
 
 def among(atom: Atom, some: Collection[Hashable]) -> bool:
-    """Whether an atom names one of some values; a constant names none."""
+    """Tells whether an atom names one of some values; a constant names none."""
     return not is_constant(atom) and atom in some
 
 
@@ -449,7 +449,7 @@ def _all(join: Join[M], known: Sequence[M]) -> M:
 
 
 def with_gradient(program: Program, start: Iterable[int]) -> frozenset[int]:
-    """The floating values that depend on the given inputs, they included."""
+    """Returns the floating values that depend on the given inputs, and these inputs."""
     given = frozenset(start)
     floats = lambda aval: jnp.issubdtype(aval.dtype, jnp.inexact)
     known = [number in given and floats(program.avals[number]) for number in program.inputs]
@@ -474,7 +474,7 @@ def reached(program: Program, wanted: Sequence[Atom]) -> set[int]:
 
 
 def reads(program: Program) -> Mapping[int, int]:
-    """How often each value is read, by equations and as a result; results count once."""
+    """Counts how often each value is read, by equations and as a result; results count once."""
     counts: dict[int, int] = dict.fromkeys(names_of(program.outputs), 1)
     for equation in program.equations:
         for number in equation.read:
@@ -687,7 +687,7 @@ def run(equations: Iterable[Equation], env: MutableMapping[int, Any], at: At | N
 def run_traced(
     fun: Callable[..., PyTree], run_body: RunBody, *args: PyTree, read: Callable[[Any], Program] = read_program
 ) -> PyTree:
-    """`fun(*args)`, whose arrays are those that its program gives when somebody runs it in his own way.
+    """Calls `fun(*args)` with its traced program run by `run_body`, in the place of its own code.
 
     Args:
       fun: returns a pytree; leaves that are no arrays are handed through.

@@ -298,7 +298,7 @@ def check_batch(layout: BatchLayout, batch: PyTree, microbatches: int = 1) -> No
 
 
 def number_of_rows(layout: BatchLayout, batch: PyTree) -> int:
-    """The rows of a batch, which need not divide over the shards.
+    """Counts the rows of a batch, which need not divide over the shards.
 
     Raises:
       TypeError, ValueError: as `check_batch` of all else.
@@ -317,7 +317,7 @@ def rows_of(batch: PyTree, start: int, end: int) -> PyTree:
 
 
 def filled_up(batch: PyTree, more: int) -> PyTree:
-    """A batch with so many rows more, which are its last one."""
+    """Appends so many copies of the last row to a batch."""
 
     def longer(x: Any) -> Any:
         if not more or not np.ndim(x):

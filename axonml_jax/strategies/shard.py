@@ -65,7 +65,7 @@ def pad(grad: jax.Array, layout: Layout, axis: AxisNames, dim: int | None) -> ja
 
 
 def padding_of(layout: Layout, dim: int, ranks: int) -> int:
-    """How many elements of a leaf gathered along a dim are padding."""
+    """Counts the elements of a leaf gathered along a dim that are padding."""
     shard = layout.shard
     size = _read_size(layout, dim, ranks) if layout.shape else 1
     return math.prod(shard[:dim] + shard[dim + 1 :]) * (shard[dim] * ranks - size)
@@ -157,7 +157,7 @@ def travels_packed(layout: Layout, dtype: Any) -> bool:
 
 
 def packed_sizes(elements: Any) -> tuple[Any, Any]:
-    """How many elements and how many scales are sent of so many (numbers, or arrays of them)."""
+    """Returns how many elements and how many scales are sent for so many numbers (or arrays of numbers)."""
     blocks = -(-elements // BLOCK) + (elements == 0)
     return -(-elements // blocks) * blocks, blocks
 
@@ -227,7 +227,7 @@ class Feedback:
         return next((cls(axis, own, precision) for axis, own in lossy.items() if own.feeds_back), None)
 
     def left_out(self, grads: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
-        """Of whole gradients on a rank what the sum of all ranks lacks, inside `shard_map`.
+        """Returns the rounding error: what the sum over ranks lacks of this rank's unreduced gradients; inside `shard_map`.
 
         Args:
           grads: just before they are summed, what was left out before among them.
@@ -297,7 +297,7 @@ def sum_transfers(wire: ReduceWire, elements: Any, ranks: int, padding: Any) -> 
 
 
 def filled_of(wire: ReduceWire, elements: int) -> int:
-    """Zeros behind a part of so many elements: they fill its last block."""
+    """Counts the zeros that fill the last block of a part of so many elements."""
     return packed_sizes(elements)[0] - elements if wire in _INT8 else 0
 
 
