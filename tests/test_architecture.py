@@ -237,9 +237,9 @@ def test_no_file_is_named_after_nothing():
 
 
 CEILINGS = {
-    "files with more than five lines of code": 187,
-    "lines of code": 52_300,
-    "arrows between files": 1_245,
+    "files with more than five lines of code": 188,
+    "lines of code": 52_700,
+    "arrows between files": 1_265,
     "methods of the widest class": 29,
     "modules that `ax.DDP` imports": 45,
     "calls of trainer(), DDP": 1_250,
@@ -252,7 +252,8 @@ CEILINGS = {
     "files of other capabilities in a DDP step": 1,
 }
 """Figures of the structure (`tests/house.py`) may fall, and then the ceiling is lowered to what they are; none may
-rise but with a capability that is new: kernels for GPUs brought three rooms, engines another three."""
+rise but with a capability that is new: kernels for GPUs brought three rooms, engines another three, the
+user's own mesh one."""
 
 
 @pytest.mark.slow  # the same on both ends

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -123,6 +124,8 @@ BREAKS = {
     "traces are told apart": [(around, "get_opaque_trace_state", lambda: 0)],
     "settings are told apart": [(around, "trace_context", lambda: 0)],
     "the platform around": [(jax.sharding, "get_abstract_mesh", lambda: types.SimpleNamespace(empty=True))],
+    "words of a refused placement": [(around, "_REFUSALS", re.compile("in other words"))],
+    "a mesh of one device": [(around, "under_mesh", lambda mesh: contextlib.nullcontext())],
     "donated buffers": [(jax, "jit", lambda fun, donate_argnums: JIT(fun))],
     "branches write in place": [(versions, "BRANCHES_WRITE_IN_PLACE", not versions.BRANCHES_WRITE_IN_PLACE)],
     "host memory": [(jax, "device_put", lambda x, where: x)],

@@ -41,6 +41,7 @@ from axonml_jax.checkpoint.ownership import Ownership
 from axonml_jax.checkpoint.places import is_url, place_of, read_from, write_to
 from axonml_jax.checkpoint.retention import Retention, best_of, require_count, seconds_of
 from axonml_jax.checkpoint.saving import Failures, Saving, put_aside, take_over, tidy
+from axonml_jax.compat.order import no_mesh_around
 from axonml_jax.compat.versions import PACKAGES, installed
 from axonml_jax.sharding.layout import Checkpointable, Leaf
 
@@ -93,6 +94,7 @@ def _go_on(data: Any, position: Any) -> None:
         position_of(data)  # says what to give
 
 
+@no_mesh_around()
 def save(
     path: str | os.PathLike,
     state: Any,
@@ -144,6 +146,7 @@ def save(
     return place
 
 
+@no_mesh_around()
 def restore(
     path: str | os.PathLike,
     like: Any,
@@ -423,6 +426,7 @@ class CheckpointManager:
         """Whether `save` saves at this step unforced."""
         return (self.every is None or step % self.every == 0) and step != self._newest
 
+    @no_mesh_around()
     def save(
         self,
         step: int,
@@ -480,6 +484,7 @@ class CheckpointManager:
         if saving is not None and (saving.done if alone else self._failures.fatal(saving.failure)):
             self.settle()
 
+    @no_mesh_around()
     def wait(self) -> None:
         """Until the save under way is committed.
 
@@ -545,6 +550,7 @@ class CheckpointManager:
         """The step of the best checkpoint by the metric; None where none has it."""
         return best_of(self._place.said(), self.best or "", self.mode)
 
+    @no_mesh_around()
     def restore(
         self,
         like: Any,

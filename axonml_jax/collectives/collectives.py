@@ -28,7 +28,7 @@ from axonml_jax.collectives.primitives import (
     types_are_checked,
     vary,
 )
-from axonml_jax.compat.order import manual_axes
+from axonml_jax.compat.order import manual_axes, mesh_around, no_mesh_around
 from axonml_jax.mesh.axes import as_axes
 from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.mesh.world import ProcessGroup
@@ -110,6 +110,7 @@ A module's own function with hashable options, so that the group finds an eager 
 """
 
 
+@no_mesh_around()
 def run_collective(name: str, program: Program, x, group: Group, **options) -> Any:
     """Run `program` in the context at hand: traced where the group's axes are bound, else eagerly through the group.
 
@@ -160,7 +161,7 @@ def bound_scope(group: Group) -> Scope | None:
         everyone = group.positions == tuple(range(math.prod(sizes)))
         return Scope(group.axes, None if everyone else group.positions)
     # Inside `spmd` the group's own sub-mesh is bound: one axis, just its ranks.
-    bound = jax.sharding.get_abstract_mesh()
+    bound = mesh_around()
     own = bound.axis_names == ("data",) and manual_axes() == {"data"} and bound.size == group.size
     return Scope(("data",)) if own else None
 
@@ -205,6 +206,7 @@ def spmd(fn: Callable[..., Any], group: ProcessGroup, *, check_vma: bool = False
 
     traced = jax.jit(jax.shard_map(per_rank, mesh=group.sub_mesh, in_specs=_RANK, out_specs=_RANK, check_vma=check_vma))
 
+    @no_mesh_around()
     def run(*stacked):
         _check_leading(stacked, group)
         return bound_run_ahead(traced(*jax.tree.map(partial(_place, sharding), stacked)))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axonml_jax.compat.order import manual_axes, platform_around
+from axonml_jax.compat.order import manual_axes, mesh_around, platform_around, typed_axes
 from axonml_jax.compat.varying_types import cast_to_varying, varying_axes
 from axonml_jax.mesh.axes import BATCH_AXES, STAGES, AxisNames, as_axes
 
@@ -144,8 +144,8 @@ def vary(tree: T, axes: AxisNames) -> T:
       tree: a pytree of arrays, inside `shard_map`.
       axes: mesh axis names; those a leaf already varies over are skipped.
     """
-    manual = manual_axes()  # an axis that vmap names has no varying type
-    names = [axis for axis in as_axes(axes) if axis in manual]
+    typed = typed_axes()  # an axis that vmap names has no varying type
+    names = [axis for axis in as_axes(axes) if axis in typed]
 
     def cast(x):
         missing = tuple(axis for axis in names if axis not in varying_axes(x))
@@ -424,7 +424,7 @@ def shift(x: jax.Array, axis: AxisNames, pairs: Sequence[tuple[int, int]]) -> ja
     names = as_axes(axis)
     if _among_stages(names):
         return _picked(x, names, pairs)
-    in_order = tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in names)
+    in_order = tuple(name for name in mesh_around().axis_names if name in names)
     # JAX's ppermute counts positions in the mesh's order of axes, whatever order they are given in.
     perm = [tuple(_recounted(position, names, in_order) for position in pair) for pair in pairs]
     return jax.lax.ppermute(vary(x, names), in_order, perm)

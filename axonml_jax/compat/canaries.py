@@ -23,11 +23,15 @@ from axonml_jax.compat.order import (
     Saveable,
     SaveWhere,
     after,
+    axis_not_found,
     bernoulli_at,
     current_trace,
     manual_axes,
+    no_mesh_around,
     platform_around,
     reduce_without_constraints,
+    refuses_placement,
+    standing_for,
     together,
     trace_settings,
     vjp_without,
@@ -1077,6 +1081,45 @@ def _platform() -> None:
     expect(own == device.platform, f"of a mesh of {device.platform} devices the platform is {own!r}")
 
 
+def _placements() -> None:
+    mesh = AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,))
+    spelt: dict[str, Callable[[Any], Any]] = {
+        "an axis that is not there": lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec("elsewhere")),
+        "a manual axis": lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec(AXIS)),
+        "reshard": lambda x: jax.sharding.reshard(x, PartitionSpec(AXIS)),
+        "out_sharding=": lambda x: jnp.einsum("i,j->ij", x, x, out_sharding=PartitionSpec(AXIS)),
+        "an array made so": lambda x: x + jnp.zeros(x.shape, out_sharding=PartitionSpec(AXIS)),
+    }
+    for name, place in spelt.items():
+        try:
+            jax.make_jaxpr(jax.shard_map(place, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT, check_vma=False))(floats(2))
+        except Exception as error:
+            expect(refuses_placement(error), f"placing by {name} is refused in words that are not known: {error}")
+            expect(axis_not_found(error) == ("elsewhere" if name == "an axis that is not there" else None), str(error))
+        else:
+            expect(False, f"placing by {name} is not refused inside shard_map: it may mean something there")
+
+
+def _users_mesh() -> None:
+    one = AbstractMesh((1,), ("theirs",), axis_types=(AxisType.Explicit,))
+    mesh, seen = AbstractMesh((2,), (AXIS,), axis_types=(AxisType.Auto,)), []
+
+    def look(x: Any) -> Any:
+        with standing_for(one):
+            seen.append((manual_axes(), tuple(jax.sharding.get_abstract_mesh().axis_names)))
+            jax.make_jaxpr(lambda x: jax.sharding.reshard(x, PartitionSpec("theirs")))(floats(2))
+        return x
+
+    jax.make_jaxpr(jax.shard_map(look, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT, check_vma=False))(floats(2))
+    expect(seen == [(frozenset({AXIS}), ("theirs",))], f"where the user's axes stand for ours, code sees {seen}")
+    with jax.set_mesh(jax.make_mesh((1,), ("theirs",), devices=jax.devices()[:1])):
+        with no_mesh_around():
+            expect(jax.sharding.get_abstract_mesh().empty, "a mesh that was taken away is still set")
+        expect(
+            jax.sharding.get_abstract_mesh().axis_names == ("theirs",), "a mesh that was taken away is not there again"
+        )
+
+
 TRACES_CANARIES = (
     Canary(
         "traces are told apart",
@@ -1095,6 +1138,18 @@ TRACES_CANARIES = (
         "An abstract mesh tells the kind of device it stands for.",
         "Attention kernels are chosen for the machine that compiles, not for the one that runs.",
         _platform,
+    ),
+    Canary(
+        "words of a refused placement",
+        "Inside shard_map JAX refuses code that places arrays over manual axes, and axes that are not there, in words we know.",
+        "A model with constraints of its own is refused in JAX's words, or means something else than on one device.",
+        _placements,
+    ),
+    Canary(
+        "a mesh of one device",
+        "Another mesh may stand in the place of the one around traced code, and one that is set may be taken away.",
+        "Public entries are refused under jax.set_mesh, and so is code that places arrays.",
+        _users_mesh,
     ),
 )
 

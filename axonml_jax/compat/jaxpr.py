@@ -1,5 +1,6 @@
 """Jaxprs: their parts, an operation with its inner programs, and rewriting an equation in place."""
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +15,10 @@ from jax.extend.core.primitives import dot_general_p, transpose_p
 from jax.interpreters import mlir
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.lax import optimization_barrier_p
+from jax.sharding import get_abstract_mesh
 
 from axonml_jax.base import PyTree
+from axonml_jax.compat.order import under_mesh
 from axonml_jax.compat.varying_types import varying_alike, varying_axes
 
 # --------------------------------------------------------------------------------------------------
@@ -337,6 +340,15 @@ class Operation:
 
     def bind(self, values: Sequence[Any], **changed: Any) -> list[Any]:
         """Run it on `values`, with some parameters changed, keeping its source line and name scopes; returns its results."""
+        return self._bound(values, changed, contextlib.nullcontext())
+
+    def bind_here(self, values: Sequence[Any], **changed: Any) -> list[Any]:
+        """`bind` under the mesh around the call, where it was traced under another."""
+        return self._bound(values, changed, under_mesh(get_abstract_mesh()))
+
+    def _bound(
+        self, values: Sequence[Any], changed: dict[str, Any], around: contextlib.AbstractContextManager
+    ) -> list[Any]:
         primitive = self.eqn.primitive
         if not self.bodies or self.name.startswith("scatter"):  # whose body joins two numbers
             values = varying_alike(values, self.given)
@@ -348,7 +360,7 @@ class Operation:
         if isinstance(params, tuple):  # jax < 0.11 returned (functions, params) for call-like primitives
             functions, params = params
             values = [*functions, *values]
-        with self.scope(), self.eqn.ctx.manager:
+        with self.scope(), self.eqn.ctx.manager, around:
             results = primitive.bind(*values, **params)
         return list(results) if primitive.multiple_results else [results]
 

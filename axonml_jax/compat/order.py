@@ -1,22 +1,30 @@
-"""What JAX promises too little about: barriers, waiting, residuals, checkpoint policies, random bits, reductions on CPU."""
+"""What JAX promises too little about: what is around code, barriers, waiting, residuals, checkpoint policies, random bits."""
 
+import contextlib
+import contextvars
 import os
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import re
+import traceback
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import flax
 import jax
 import jax.numpy as jnp
 from jax._src.config import trace_context
 from jax._src.core import trace_state_clean
 from jax._src.lax import parallel
+from jax._src.mesh import thread_resources
 from jax.extend.core import Primitive, get_opaque_trace_state
 from jax.extend.random import threefry_2x32
 from jax.interpreters import ad, mlir
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.compat.versions import BARRIERS_JOIN_TYPES
+
+T = TypeVar("T")
 
 # --------------------------------------------------------------------------------------------------
 # What surrounds the code that is being traced: its trace, JAX's settings, the mesh axes that are bound, the platform.
@@ -45,11 +53,21 @@ def trace_settings() -> Hashable:
 
 
 def manual_axes() -> frozenset[str]:
-    """The mesh axes over which the code being traced runs inside `shard_map`: those that varying types are about.
+    """The mesh axes over which the code being traced runs inside `shard_map`.
 
     Axes that `shard_map` leaves to the partitioner are none of them, nor is an axis that only `vmap` names.
     """
+    return frozenset(mesh_around().manual_axes)
+
+
+def typed_axes() -> frozenset[str]:
+    """Those of `manual_axes` that varying types are about: none where the user's axes stand in the place of ours."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def mesh_around() -> AbstractMesh:
+    """The mesh of the `shard_map` around this code, even where its code sees the user's axes in its place; else JAX's."""
+    return jax.sharding.get_abstract_mesh() if _REAL.value is None else _REAL.value
 
 
 def platform_around(mesh: Mesh | None = None) -> str:
@@ -58,9 +76,161 @@ def platform_around(mesh: Mesh | None = None) -> str:
     Args:
       mesh: where the program will run; None: the mesh around this code, if any, else the default backend.
     """
-    around = jax.sharding.get_abstract_mesh() if mesh is None else mesh.abstract_mesh
+    around = mesh_around() if mesh is None else mesh.abstract_mesh
     device = None if around.empty else around.abstract_device
     return jax.default_backend() if device is None else device.platform
+
+
+# --------------------------------------------------------------------------------------------------
+# The user's meshes. The library's programs name their own mesh, and JAX refuses that under another that the user has set.
+#
+# Code inside of them runs on one device: the mesh that it sees is the user's with every degree 1, where whatever it says
+# of placement is legal and means nothing (`parallel/users_mesh.py`).
+# --------------------------------------------------------------------------------------------------
+
+_USERS: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("users_mesh", default=None)
+_PLACED = jax.make_user_context(None)  # known to JAX: what was traced otherwise is traced anew
+_REAL = jax.make_user_context(None)
+_EMPTY = AbstractMesh((), ())
+
+
+class no_mesh_around(contextlib.ContextDecorator):  # as contexts of JAX's are written
+    """Within it, or in a function that it decorates, no mesh of the user's is set (`jax.set_mesh`): public entries have it.
+
+    It costs a look where none is set. Inside of a trace it does nothing. What it took away is there again behind it, and in
+    `users_mesh_again`.
+    """
+
+    __slots__ = ("left", "token")
+
+    def __enter__(self) -> None:
+        self.left = None
+        if not jax.sharding.get_abstract_mesh().empty and not is_traced_around():
+            self.token = _USERS.set(jax.sharding.get_mesh())
+            self.left = jax.set_mesh(None)
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.left is not None:
+            self.left.__exit__(*exception)
+            _USERS.reset(self.token)
+
+    def _recreate_cm(self) -> "no_mesh_around":
+        return no_mesh_around()
+
+
+def users_mesh_again() -> Any:
+    """A context in which the mesh is set that `no_mesh_around` took away: for the user's own code that an entry calls."""
+    mesh = _USERS.get()
+    return contextlib.nullcontext() if mesh is None or is_traced_around() else jax.set_mesh(mesh)
+
+
+def under_users_mesh(values: Iterable[Any]) -> Iterator[Any]:
+    """The same values, each of which is made under the mesh that the user has set."""
+    found = iter(values)
+    while True:
+        with users_mesh_again():
+            try:
+                value = next(found)
+            except StopIteration:
+                return
+        yield value
+
+
+def handed_back(tree: T) -> T:
+    """Arrays as the user's own under the mesh that he has set, where it has Explicit axes: JAX computes with no others there.
+
+    Nothing is moved. What lies on the devices of his mesh is told in its names; what is spread over them otherwise stays as it
+    is, until `jax.device_put(x, PartitionSpec(...))`.
+    """
+    mesh = _USERS.get()
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        return tree
+    return jax.tree.map(lambda leaf: _told(leaf, mesh) if isinstance(leaf, jax.Array) else leaf, tree)
+
+
+def taken_in(tree: T) -> T:
+    """The inverse: arrays on a mesh with Explicit axes as arrays on one without, which our programs take."""
+    auto = lambda mesh: Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    explicit = lambda leaf: (
+        isinstance(lies := getattr(leaf, "sharding", None), NamedSharding)
+        and (AxisType.Explicit in lies.mesh.axis_types)
+    )
+    return jax.tree.map(lambda leaf: _told(leaf, auto(leaf.sharding.mesh)) if explicit(leaf) else leaf, tree)
+
+
+def _told(leaf: Any, mesh: Mesh) -> Any:
+    """The same array with its place told in the names of another mesh of the same devices; itself where it cannot be."""
+    lies = leaf.sharding
+    if not isinstance(lies, NamedSharding) or isinstance(leaf, jax.core.Tracer):
+        return leaf
+    if lies.mesh.devices.shape == mesh.devices.shape and (lies.mesh.devices == mesh.devices).all():
+        names = dict(zip(lies.mesh.axis_names, mesh.axis_names, strict=True))
+        entry = lambda e: tuple(map(names.get, e)) if isinstance(e, tuple) else names.get(e)
+        spec = PartitionSpec(*map(entry, lies.spec))
+    elif lies.is_fully_replicated and lies.device_set == set(mesh.devices.flat):
+        spec = PartitionSpec()
+    else:
+        return leaf
+    target = NamedSharding(mesh, spec, memory_kind=lies.memory_kind)
+    return jax.make_array_from_single_device_arrays(leaf.shape, target, [part.data for part in leaf.addressable_shards])
+
+
+def meshes_around() -> tuple[AbstractMesh, ...]:
+    """The meshes that the user has set around a public entry, by `jax.set_mesh` and by `with mesh:`."""
+    taken = _USERS.get()
+    named = (jax.sharding.get_abstract_mesh() if taken is None else taken, thread_resources.env.physical_mesh)
+    return tuple(mesh.abstract_mesh for mesh in named if not mesh.empty and not mesh.abstract_mesh.manual_axes)
+
+
+def placements_read() -> Any:
+    """A context in which traced code may place arrays over the user's axes, for `users_meshes`."""
+    return _PLACED(meshes_around())
+
+
+def users_meshes() -> tuple[AbstractMesh, ...] | None:
+    """Within `placements_read` the meshes that were set around it; elsewhere None."""
+    return _PLACED.value
+
+
+@contextlib.contextmanager
+def standing_for(mesh: AbstractMesh) -> Iterator[None]:
+    """Within it code sees a mesh in the place of the one around; `mesh_around` and `manual_axes` say what that is."""
+    with _REAL(mesh_around()), under_mesh(mesh):
+        yield
+
+
+@contextlib.contextmanager
+def under_mesh(mesh: AbstractMesh) -> Iterator[None]:
+    """Within it a mesh, perhaps of another size, stands in the place of the one around."""
+    with use_abstract_mesh(_EMPTY), use_abstract_mesh(mesh):  # JAX lets a mesh that is set neither grow nor shrink
+        yield
+
+
+_LIBRARIES = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (jax, flax))
+_REFUSALS = re.compile(
+    "is not found in mesh|can only refer to Auto axes|contains a manual axes|are of type Auto or Manual"
+    "|should match the (?:mesh of sharding|aval mesh)|is incompatible with mesh_shape|can map every mesh axis to at most one"
+    "|set a mesh via|`Manual` AxisType|requires a non-empty mesh|auto mesh context or metadata is required"
+    "|with_sharding_constraint"
+)
+"""In JAX's and Flax's words: in tracebacks their own frames are left out. A canary tries every spelling."""
+
+
+def refuses_placement(error: BaseException) -> bool:
+    """Whether JAX or Flax refuse what code says of where arrays are to lie."""
+    return type(error).__name__ == "ShardingTypeError" or _REFUSALS.search(str(error)) is not None
+
+
+def axis_not_found(error: BaseException) -> str | None:
+    """The mesh axis that JAX names as one that no mesh has; None: it says something else."""
+    found = re.search(r"Resource axis: (\S+) of .* is not found in mesh", str(error))
+    return found[1] if found else None
+
+
+def callers_line(error: BaseException) -> str:
+    """The innermost line outside of JAX and Flax that an error went through: the user's, where it is in his code."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_LIBRARIES)]
+    return f"{frames[-1].filename}:{frames[-1].lineno} (in {frames[-1].name})"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -74,8 +244,6 @@ def platform_around(mesh: Mesh | None = None) -> str:
 # varying over whatever any operand varies over (`versions.BARRIERS_JOIN_TYPES`): type operands alike first, or compare
 # `varying_axes` of what comes back.
 # --------------------------------------------------------------------------------------------------
-
-T = TypeVar("T")
 
 BARRIER = "optimization_barrier"
 """The name of its equations."""

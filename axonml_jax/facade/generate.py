@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from axonml_jax.collectives.primitives import bound, gather_whole
+from axonml_jax.compat.order import no_mesh_around
 from axonml_jax.facade.trainer import ParallelModel
 from axonml_jax.model.view import Variables
 from axonml_jax.models import generate as models
@@ -20,6 +21,7 @@ from axonml_jax.training.compile import Compiled
 from axonml_jax.training.step import forward_mode
 
 
+@no_mesh_around()
 def generate(
     model: Any,
     tokens: Any,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from axonml_jax.compat.order import no_mesh_around
 from axonml_jax.data.documents import TextSoFar, Tokenizer
 from axonml_jax.facade.generate import evaluating, even_logits, follow
 from axonml_jax.facade.trainer import ParallelModel
@@ -230,6 +231,7 @@ class EvaluatedModel:
         """What tells the tokenizer from another, for caches of requests."""
         return self.tokens_of.fingerprint
 
+    @no_mesh_around()
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """For every (context, continuation): the continuation's log-likelihood, and whether greedy decoding would write it.
 
@@ -241,6 +243,7 @@ class EvaluatedModel:
         """
         return self._scored([self._row(*request.args) for request in requests])
 
+    @no_mesh_around()
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """The log-likelihood of every text, of any length: each token once, given as many before it as the model sees."""
         texts = [self._ids(text, special=False) for (text,) in (request.args for request in requests)]
@@ -248,6 +251,7 @@ class EvaluatedModel:
         scores = iter(self._scored([row for each in rows for row in each]))
         return [sum(next(scores)[0] for _ in each) for each in rows]
 
+    @no_mesh_around()
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """For every (context, options): the text that follows, up to a stop word, the end token or a number of tokens.
 

@@ -19,6 +19,14 @@ from flax import linen, nnx
 from jax.sharding import Mesh
 
 from axonml_jax.base import LossFn, PyTree, logger, named_leaves
+from axonml_jax.compat.order import (
+    handed_back,
+    no_mesh_around,
+    refuses_placement,
+    taken_in,
+    under_users_mesh,
+    users_mesh_again,
+)
 from axonml_jax.mesh.axes import PARTITIONED
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.world import ProcessGroup, as_mesh
@@ -157,10 +165,12 @@ class SavedModel(abc.ABC):
     def give_up(self) -> Variables:
         """The variables, to be donated."""
 
+    @no_mesh_around()
     def checkpoint_leaves(self) -> dict[str, Leaf]:
         """The variables, named as in `state_dict` behind `model/`."""
         return variable_leaves(self._functional, self.variables, self._rest)
 
+    @no_mesh_around()
     def take_leaves(self, arrays: Mapping[str, Any]) -> None:
         """Replace the variables by arrays that rest as those of `checkpoint_leaves` do."""
         self.variables = variables_of(self._functional, self.variables, arrays, self._rest)
@@ -309,6 +319,7 @@ class Trainer(Generic[M]):
       hollow: whether the model was given as shapes and had no values yet, and no state was restored since: it takes no step.
     """
 
+    @no_mesh_around()
     def __init__(
         self,
         model: M,
@@ -353,6 +364,7 @@ class Trainer(Generic[M]):
         return f"{self!r}\n{str(self.model).partition(chr(10))[2]}"
 
     @property
+    @no_mesh_around()
     def state(self) -> TrainState:
         """Everything the run is between two steps; the next step gives its buffers up, `jax.tree.map(jnp.copy, ...)` keeps one.
 
@@ -381,6 +393,7 @@ class Trainer(Generic[M]):
         return state.keeping(rounds=replace(state.rounds, own=first.own))
 
     @state.setter
+    @no_mesh_around()
     def state(self, state: TrainState) -> None:
         rule = "trainer.state takes a TrainState of the same model, optimizer and plan"
         if not isinstance(state, TrainState):
@@ -393,6 +406,7 @@ class Trainer(Generic[M]):
         self.model._given = checksums(named_leaves(fitting))
 
     @property
+    @no_mesh_around()
     def opt_state(self) -> PyTree:
         """The optimizer's state as the tree that optax made, in the shapes of one device: for `optax.tree.get` and its like.
 
@@ -404,6 +418,7 @@ class Trainer(Generic[M]):
         return tree.inner if self._ema else tree
 
     @property
+    @no_mesh_around()
     def lr(self) -> float:
         """The learning rate of the last update (before any: of the first), where the optimizer's state says it.
 
@@ -432,7 +447,9 @@ class Trainer(Generic[M]):
 
     def _tell(self, method: str, **more: Any) -> None:
         if self._callbacks:
-            tell(self._callbacks, method, TrainingEvent(**{"trainer": self, "step": self.step_number, **more}))
+            event = TrainingEvent(**{"trainer": self, "step": self.step_number, **more})
+            with users_mesh_again():
+                tell(self._callbacks, method, event)
 
     def checkpoint_committed(self, step: int, folder: Path | str) -> None:
         """Tell callbacks of a checkpoint; a `CheckpointManager` calls it."""
@@ -465,10 +482,12 @@ class Trainer(Generic[M]):
 
     # Checkpoints
 
+    @no_mesh_around()
     def checkpoint_leaves(self) -> dict[str, Leaf]:
         """Everything in the state by a name that is the same under every plan; what checkpoints hold."""
         return self.train_step.state_leaves(self.state)
 
+    @no_mesh_around()
     def take_leaves(self, arrays: Mapping[str, Any]) -> None:
         """Go on from arrays that rest as those of `checkpoint_leaves` do."""
         before = self.state
@@ -480,15 +499,18 @@ class Trainer(Generic[M]):
                 state = self._replicas_anew(state)
         self._continue(state, restored=True)
 
+    @no_mesh_around()
     def resting_arrays(self) -> dict[str, jax.Array]:
         """Everything in the state by its path in it, as it lies on the devices under this plan."""
         return named_leaves(self.state)
 
+    @no_mesh_around()
     def take_resting(self, arrays: Mapping[str, jax.Array]) -> None:
         """Go on from arrays that lie as those of `resting_arrays` do."""
         state, leaves = self.state, [arrays[name] for name in named_leaves(self.state)]
         self._continue(jax.tree.unflatten(jax.tree.structure(state), leaves), restored=True)
 
+    @no_mesh_around()
     def step(self, *parts: PyTree) -> Metrics:
         """One update from the global batch.
 
@@ -518,6 +540,7 @@ class Trainer(Generic[M]):
         if self._seen is None:
             self._look_at(metrics["grad_norm"], batch)
         self._seen = _shapes(batch)
+        metrics = handed_back(metrics)
         self._tell("on_step", metrics=metrics)
         return metrics
 
@@ -548,14 +571,16 @@ class Trainer(Generic[M]):
             check_first_step(self.train_step, self.state, batch, self.model._given)
         self._compared = self.model.loads
 
+    @no_mesh_around()
     def evaluate(self, *parts: PyTree) -> Metrics:
         """The loss and metrics of a global batch of any number of rows in evaluation mode, in the microbatches of `accumulate`.
 
         Of `eval_fn`, where the trainer has one. Nothing is changed.
         """
         with folding:
-            return self._eval(self.model.values, one_batch(parts)).values
+            return handed_back(self._eval(self.model.values, one_batch(parts)).values)
 
+    @no_mesh_around()
     def validate(self, batches: Iterable[PyTree], weights: Sequence[float] | None = None) -> dict[str, float]:
         """The mean over all rows of the batches of everything `evaluate` returns; callbacks hear of it.
 
@@ -578,7 +603,7 @@ class Trainer(Generic[M]):
             )
         seen: dict[str, list[Evaluated]] = {before: [] for before in models}
         with folding:
-            for batch in batches:
+            for batch in under_users_mesh(batches):
                 for before, variables in models.items():
                     seen[before].append(to_host(self._eval(variables, batch)))
             each = {before: mean_of(results, weights) for before, results in seen.items()}
@@ -586,6 +611,7 @@ class Trainer(Generic[M]):
         self._tell("on_eval", metrics=found)
         return found
 
+    @no_mesh_around()
     def check(self, batch: PyTree, *, strict: bool = False) -> "Check":
         """The loss, metrics and gradients of a batch under the plan, beside those of `loss_fn` called plainly on one device.
 
@@ -626,6 +652,7 @@ class Trainer(Generic[M]):
             raise ValueError(str(found))
         return found
 
+    @no_mesh_around()
     def predict(self, batches: Iterable[PyTree], predict_fn: Callable[[Any, PyTree], PyTree] | None = None) -> PyTree:
         """What the model makes of every row of the batches, once, in order: whole NumPy arrays, rows in dim 0.
 
@@ -649,7 +676,7 @@ class Trainer(Generic[M]):
         # By identity: a callable need not be hashable, and the program keeps it alive.
         program = self._predictions[id(fun)] = self._predictions.get(id(fun)) or build()
         with folding:
-            return joined_rows([program(variables, batch) for batch in batches])
+            return joined_rows([program(variables, batch) for batch in under_users_mesh(batches)])
 
     @contextmanager
     def averaged(self) -> Iterator[M]:
@@ -665,6 +692,7 @@ class Trainer(Generic[M]):
             self.model.variables, self._averaged = own, False
             self._loads = self.model.loads  # what was loaded meanwhile is gone
 
+    @no_mesh_around()
     def _average(self) -> Variables:
         if not self._ema:
             raise ValueError("no moving average is kept: make the trainer with ema=0.999 or another decay")
@@ -694,6 +722,7 @@ class Trainer(Generic[M]):
             )
         return self._steps[mode]
 
+    @no_mesh_around()
     def trace(self, batch: PyTree) -> Any:
         """The step traced for batches like this one (arrays or shapes); nothing runs. `ax.explain(trainer, batch)` reads it.
 
@@ -704,6 +733,7 @@ class Trainer(Generic[M]):
         with folding:
             return self.train_step.trace(self.state, _shapes(batch))
 
+    @no_mesh_around()
     def compiled_memory(self) -> int | None:
         """Bytes per device that the compiled step plans: arguments, results beyond them, temporaries. None before a step."""
         if self._seen is None:
@@ -765,6 +795,22 @@ def _no_tree(model: "ParallelModel") -> Any:
     )
 
 
+def _functionalized(
+    model: Any, params: PyTree | None, trainable: Trainable, given: Any
+) -> tuple[Functional, Variables]:
+    """The pure view of a model, and its arrays; a function makes it under the user's own mesh, where it asks for one."""
+    try:
+        view, whole = functionalize(model, params, trainable)
+    except ValueError as error:
+        if not refuses_placement(error):
+            raise
+        from axonml_jax.parallel.users_mesh import made_on_one_device
+
+        view, whole = made_on_one_device(lambda made: functionalize(model, params, trainable, made), given)
+    view.given_on(given)
+    return view, whole
+
+
 class ParallelModel(SavedModel):
     """A Flax model whose parameters live on a mesh as a plan says.
 
@@ -787,6 +833,7 @@ class ParallelModel(SavedModel):
         )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{module}", name=name, obj=self)
 
+    @no_mesh_around()
     def __init__(
         self,
         model: Any,
@@ -813,7 +860,7 @@ class ParallelModel(SavedModel):
         if not isinstance(mesh, Mesh):
             raise TypeError(f"a model lives on devices, but {mesh} has none: give a jax.sharding.Mesh")
         self.mesh = mesh
-        view, whole = functionalize(model, params, trainable)
+        view, whole = _functionalized(model, params, trainable, given)
         split, stages = layer_specs(view, self.mesh.shape), None
         plan = plan if plan is not None else _plan_of(model, view, given, params, split)
         if plan.pipe is not None:
@@ -863,6 +910,7 @@ class ParallelModel(SavedModel):
     # Reading and writing the model
 
     @property
+    @no_mesh_around()
     def module(self) -> Any:
         """The Flax module with the current, whole parameters (a new one; changing it changes nothing here).
 
@@ -877,11 +925,13 @@ class ParallelModel(SavedModel):
             self._handed.append(Handed(module, what))
         return module
 
+    @no_mesh_around()
     def parameters(self) -> PyTree:
         """The trained parameters as a nest of dicts, sharded as they rest; under NO_SYNC stacked by model along dim 0."""
         self._lent = True
-        return self._outside(self.values.params)
+        return handed_back(self._outside(self.values.params))
 
+    @no_mesh_around()
     def set_parameters(self, params: PyTree) -> None:
         """Replace the trained parameters, for instance by `optax.apply_updates(model.parameters(), updates)`.
 
@@ -892,15 +942,17 @@ class ParallelModel(SavedModel):
           ValueError: listing every missing, unexpected and mismatched parameter, before anything is changed.
         """
         now = self._outside(self.variables.params)
-        fitting = fitted(plain_tree(params), now, "set_parameters takes a tree like parameters() returns")
+        fitting = fitted(taken_in(plain_tree(params)), now, "set_parameters takes a tree like parameters() returns")
         self._updated = True if self._updated is None else self._updated
         self._lent = True  # an array that is where it belongs already stays the caller's own
         self.variables = replace(self.variables, params=self._rest.inside(fitting, self.mesh))
 
+    @no_mesh_around()
     def state_dict(self) -> dict[str, Any]:
         """All variables, whole, as NumPy arrays by path name (every process must call it)."""
         return state_dict(self._functional, self.whole())
 
+    @no_mesh_around()
     def load_state_dict(self, values: dict[str, Any], *, strict: bool = True) -> tuple[list[str], list[str]]:
         """Replace variables by path name, on every rank alike.
 
@@ -923,6 +975,7 @@ class ParallelModel(SavedModel):
         self._given = {**self._given, **checksums(taken)}
         return missing, unexpected
 
+    @no_mesh_around()
     def sync_parameters(self) -> None:
         """Give every rank the first rank's parameters and buffers, bit for bit.
 
@@ -936,6 +989,7 @@ class ParallelModel(SavedModel):
         self.variables = equalize(self.variables, self._placement, self.mesh)
         self._given = still_own(self._given, named_variables(self._functional, self.variables)) if self._given else {}
 
+    @no_mesh_around()
     def after_update(self) -> None:
         """Run every module's own `after_update` once, where you update parameters yourself; a trainer's step does it."""
         from axonml_jax.training.evaluate import hooks_program
@@ -950,6 +1004,7 @@ class ParallelModel(SavedModel):
             self._lent = False
         return self.values
 
+    @no_mesh_around()
     def whole(self) -> Variables:
         """The variables without padding; where ranks keep their own, the first rank's."""
         return self._rest.whole(self.values, self.mesh)
@@ -970,6 +1025,7 @@ class ParallelModel(SavedModel):
         """Switch the model to evaluation; returns itself."""
         return self.train(False)
 
+    @no_mesh_around()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs on the global batch: dim 0 of every array argument is split over the batch axes.
 
@@ -992,7 +1048,7 @@ class ParallelModel(SavedModel):
         with folding:
             out, state = program(self.values, self._next_key(), args, kwargs)
         self.variables = replace(self.variables, state=state)
-        return out
+        return handed_back(out)
 
     def value_and_grad(self, loss_fn: LossFn) -> Callable[[PyTree], Any]:
         """A function of the global batch that returns the loss and synchronized gradients.
@@ -1012,6 +1068,7 @@ class ParallelModel(SavedModel):
 
         given, loss_fn = loss_fn, of_batch(loss_fn)
 
+        @no_mesh_around()
         def f(*parts: PyTree) -> Any:
             batch = one_batch(parts)
             self._refuse_tracing("value_and_grad")
@@ -1026,7 +1083,7 @@ class ParallelModel(SavedModel):
                     self._compare(program, variables, key, batch)
                 loss, metrics, grads, state = program(variables, key, batch)
             self.variables = replace(self.variables, state=state)
-            return ((loss, metrics) if metrics else loss), self._outside(grads) if sync else grads
+            return handed_back((((loss, metrics) if metrics else loss), self._outside(grads) if sync else grads))
 
         return f
 
@@ -1054,6 +1111,7 @@ class ParallelModel(SavedModel):
         finally:
             self._syncing = before
 
+    @no_mesh_around()
     def sync_gradients(self, grads: PyTree) -> PyTree:
         """The mean over ranks of gradients that `value_and_grad` returned within `no_sync()`.
 
@@ -1062,8 +1120,10 @@ class ParallelModel(SavedModel):
         """
         from axonml_jax.training.evaluate import SyncStacked
 
-        return self._outside(self._program(("sync",), lambda: SyncStacked(self._placement, self.mesh))(grads))
+        program = self._program(("sync",), lambda: SyncStacked(self._placement, self.mesh))
+        return handed_back(self._outside(program(taken_in(grads))))
 
+    @no_mesh_around()
     def clip_grad_norm(
         self, grads: PyTree, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> tuple[PyTree, jax.Array]:
@@ -1085,10 +1145,10 @@ class ParallelModel(SavedModel):
         if not (isinstance(max_norm, Real) and max_norm > 0 and isinstance(norm_type, Real) and norm_type > 0):
             raise ValueError(f"{max_norm=} and {norm_type=} must be positive numbers")
         program = self._program(("clip", norm_type), lambda: Clip(self._rest, self.mesh, float(norm_type)))
-        clipped, norm = program(grads, max_norm)
+        clipped, norm = program(taken_in(grads), max_norm)
         if error_if_nonfinite and not bool(jax.numpy.all(jax.numpy.isfinite(norm))):
             raise ValueError(f"the {norm_type}-norm of the gradients is {norm}: they are left as they were")
-        return clipped if self.plan.pipe else self._outside(clipped), norm
+        return handed_back((clipped if self.plan.pipe else self._outside(clipped), norm))
 
     def _outside(self, params: PyTree) -> PyTree:
         """Parameters or gradients as users see them: without padding."""

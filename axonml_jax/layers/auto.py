@@ -11,6 +11,7 @@ from typing import Any
 
 from flax import linen, nnx
 
+from axonml_jax.compat.order import no_mesh_around
 from axonml_jax.layers import swap
 from axonml_jax.layers.swap import AutoReport, Example, Pairs, SplitAxes, SwappedLayer, find_pairs, port
 from axonml_jax.layers.whole import SPEC
@@ -195,6 +196,7 @@ def _reporting(kind: type, init: Callable) -> Callable:
 Path = tuple[Any, ...]
 
 
+@no_mesh_around()
 def auto_parallelize(
     *args: Any,
     mesh: Any = None,

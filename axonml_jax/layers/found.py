@@ -31,6 +31,7 @@ from axonml_jax.attention.rewrite import Reads, replaced
 from axonml_jax.base import is_array
 from axonml_jax.collectives.primitives import axis_size
 from axonml_jax.compat.jaxpr import trace
+from axonml_jax.compat.order import mesh_around
 from axonml_jax.layers.context import context_attention
 from axonml_jax.layers.pieces import Where
 from axonml_jax.program.program import read_program
@@ -205,7 +206,7 @@ def attending_across(fun: Callable[..., Any], axis: str, method: Method, *, chec
 
         traced = trace(flat, *arrays)
         found = find_attention(read_program(traced.jaxpr))
-        chosen = splittable(found, jax.sharding.get_abstract_mesh().shape[axis])
+        chosen = splittable(found, mesh_around().shape[axis])
         if not chosen:
             return fun(*args)
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from axonml_jax.compat.order import manual_axes, platform_around
+from axonml_jax.compat.order import manual_axes, mesh_around, platform_around
 
 MOST_FEATURES = 8192
 """Longer rows do not fit a program of a kernel."""
@@ -45,7 +45,7 @@ def chosen(x: jax.Array, *, features: int = MOST_FEATURES) -> Literal["xla", "tr
     asked = _asked.get()
     if asked == "xla" or not 1 < x.shape[-1] <= features or not x.size:
         return "xla"
-    around = jax.sharding.get_abstract_mesh()
+    around = mesh_around()
     if not around.empty and manual_axes() != frozenset(around.axis_names):
         return "xla"
     if asked == "interpret":

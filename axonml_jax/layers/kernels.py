@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from axonml_jax.compat.order import manual_axes, platform_around
+from axonml_jax.compat.order import manual_axes, mesh_around, platform_around
 from axonml_jax.compat.varying_types import varying_axes
 
 PLATFORMS = {"splash": "tpu", "cudnn": "cuda"}
@@ -262,7 +262,7 @@ def _cudnn_shapes(dtype: Any, length: int, positions: int, size: int) -> Iterato
 
 def _alone() -> bool:
     """Whether this code runs on one device's part of everything: no axis is left to the partitioner."""
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = mesh_around()
     if mesh.empty:
         return jax.device_count() == 1
     return all(size == 1 or axis in manual_axes() for axis, size in mesh.shape.items())

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any, overload
 
 from axonml_jax.base import PyTree, lines, named_leaves, section
+from axonml_jax.compat.order import no_mesh_around
 from axonml_jax.cost.base import GRADIENTS, PARAMETERS
 from axonml_jax.cost.decoder import Amount, exact, is_decoder
 from axonml_jax.ledger.count import (
@@ -215,6 +216,7 @@ def explain(
 ) -> Prediction: ...
 @overload
 def explain(step: Callable[..., Any], *args: Any, minimum: Minimum | None = None, **kwargs: Any) -> Report: ...
+@no_mesh_around()
 def explain(step: Any, *args: Any, minimum: Minimum | None = None, **kwargs: Any) -> Report | Prediction:
     """Count what a step communicates, or predict from shapes alone what a plan holds, sends and computes.
 

@@ -330,12 +330,15 @@ def _while(run: Interpreter, equation: Equation, given: Sequence[Value]) -> list
 # Derivatives of one's own
 
 
-def _floats(avals: Sequence[Any]) -> list[int]:
+def floats_of(avals: Sequence[Any]) -> list[int]:
+    """The positions of those that have derivatives."""
     return [k for k, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
 
 
-def _shapes(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+def shapes_of(avals: Sequence[Any], *, typed: bool = False) -> list[jax.ShapeDtypeStruct]:
+    """The shapes of abstract values; `typed` says how they lie on the mesh that they were traced under, too."""
+    lies = lambda aval: aval.sharding if typed and not aval.sharding.mesh.empty else None
+    return [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=lies(aval)) for aval in avals]
 
 
 def _typed(given: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
@@ -343,43 +346,47 @@ def _typed(given: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
     return [vary_like(x, aval) for x, aval in zip(given, avals, strict=True)]
 
 
-def _no_tangent(aval: Any) -> np.ndarray:
+def no_tangent(aval: Any) -> np.ndarray:
+    """What stands for the tangent of a value that has none."""
     return np.zeros(aval.shape, jax.dtypes.float0)
 
 
-def forward_derivative(op: Any) -> Program:
-    """The program of a call's results and their tangents, of its operands and the tangents of the floating ones."""
-    floats, avals = _floats(op.given), op.given
+def forward_derivative(op: Any, *, typed: bool = False) -> Program:
+    """The program of a call's results and their tangents, of its operands and the tangents of the floating ones.
+
+    `typed`: of operands that lie as they did where it was traced.
+    """
+    floats, avals = floats_of(op.given), op.given
 
     def both(*given: Any) -> tuple[list, list]:
         given = tuple(_typed(given, [*avals, *(avals[k] for k in floats)]))
         moving = dict(zip(floats, given[len(avals) :], strict=True))
-        tangents = [moving.get(k) if k in moving else _no_tangent(aval) for k, aval in enumerate(avals)]
+        tangents = [moving.get(k) if k in moving else no_tangent(aval) for k, aval in enumerate(avals)]
         outs, changes = jax.jvp(lambda *args: op.bind(args), given[: len(avals)], tuple(tangents))
-        real = [change for k, change in enumerate(changes) if k in _floats(op.made)]
+        real = [change for k, change in enumerate(changes) if k in floats_of(op.made)]
         return outs, real
 
-    shapes = _shapes(avals)
+    shapes = shapes_of(avals, typed=typed)
     return read_program(trace(both, *shapes, *[shapes[k] for k in floats]).jaxpr, all_but_named)
 
 
 def backward_derivative(op: Any) -> Program:
     """The program of the cotangents of a call's floating operands, of its operands and its results' cotangents."""
-    floats, avals = _floats(op.given), op.given
+    floats, avals = floats_of(op.given), op.given
 
     def pulled(*given: Any) -> Any:
-        given = tuple(_typed(given, [*avals, *(op.made[k] for k in _floats(op.made))]))
+        given = tuple(_typed(given, [*avals, *(op.made[k] for k in floats_of(op.made))]))
         args = given[: len(avals)]
 
         def call(*moving: Any) -> list:
             own = dict(zip(floats, moving, strict=True))
             outs = op.bind([own.get(k, x) if k in own else x for k, x in enumerate(args)])
-            return [outs[k] for k in _floats(op.made)]
+            return [outs[k] for k in floats_of(op.made)]
 
         return jax.vjp(call, *[args[k] for k in floats])[1](list(given[len(avals) :]))
 
-    outs = _shapes(op.made)
-    return read_program(trace(pulled, *_shapes(avals), *[outs[k] for k in _floats(op.made)]).jaxpr, all_but_named)
+    outs = shapes_of(op.made)
+    return read_program(trace(pulled, *shapes_of(avals), *[outs[k] for k in floats_of(op.made)]).jaxpr, all_but_named)
 
 
 def _custom_jvp(run: Interpreter, equation: Equation, given: Sequence[Value]) -> list[Value]:
@@ -387,7 +394,7 @@ def _custom_jvp(run: Interpreter, equation: Equation, given: Sequence[Value]) ->
     op, inner = equation.op, equation.called
     assert inner is not None
     places, arrays = _settled(run, given)
-    made, floats, moved = run.following.equation(equation, places), _floats(op.given), _floats(op.made)
+    made, floats, moved = run.following.equation(equation, places), floats_of(op.given), floats_of(op.made)
     call = jax.custom_jvp(at_places(run, inner, places, made))
 
     @call.defjvp
@@ -414,7 +421,7 @@ def _custom_vjp(run: Interpreter, equation: Equation, given: Sequence[Value]) ->
     op, inner = equation.op, equation.called
     assert inner is not None
     places, arrays = _settled(run, given)
-    made, floats, moved = run.following.equation(equation, places), _floats(op.given), _floats(op.made)
+    made, floats, moved = run.following.equation(equation, places), floats_of(op.given), floats_of(op.made)
 
     @jax.custom_vjp
     def call(*arrays: Any) -> list:
@@ -424,7 +431,7 @@ def _custom_vjp(run: Interpreter, equation: Equation, given: Sequence[Value]) ->
         given = [*places, *(of_cotangent(made[k]) for k in moved)]
         rule = at_places(run, backward_derivative(op), given, [of_cotangent(places[k]) for k in floats])
         found = dict(zip(floats, rule(*arrays, *[cotangents[k] for k in moved]), strict=True))
-        return tuple(found[k] if k in found else _no_tangent(x) for k, x in enumerate(arrays))
+        return tuple(found[k] if k in found else no_tangent(x) for k, x in enumerate(arrays))
 
     call.defvjp(lambda *arrays: (call(*arrays), arrays), backward)
     with op.scope():

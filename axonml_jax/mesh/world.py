@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from axonml_jax.base import AXES as SYNONYMS
+from axonml_jax.compat.order import no_mesh_around
 from axonml_jax.compat.processes import backend_started
 from axonml_jax.compat.versions import installed
 from axonml_jax.mesh.axes import AXES, AxisNames, as_axes, flat_axes
@@ -112,6 +113,7 @@ class ProcessGroup:
         """Whether the global rank is a member."""
         return rank in self.ranks
 
+    @no_mesh_around()
     def run(self, program: "Program", value: Any, *, name: str) -> Any:
         """Run one traced program on the whole group, called eagerly by every member with its own value.
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 from flax.core import unfreeze
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from axonml_jax.base import PyTree, logger, named_leaves, path_name
 from axonml_jax.model.buffers import (
@@ -168,6 +169,10 @@ class Mode:
     precision: Precision = Precision()
 
 
+Made = Callable[[Callable[[], PyTree]], Callable[[], PyTree]]
+"""`made(fun)`: the function that makes arrays as `fun` does, for code that cannot run as it is."""
+
+
 class Functional(abc.ABC):
     """A model as pure functions: its variables, a model bound to given ones, and what the forward changed.
 
@@ -180,12 +185,20 @@ class Functional(abc.ABC):
       create: makes the model's variables, under `jit` too, where the user gave a function in the place of arrays, or shapes;
         else None.
       hollow: the user gave shapes, and `create` makes zeros: the values are still to be loaded.
+      users_meshes: those that the model was given with, under the user's names of axes, and on which its arrays lay.
+      users_specs: how its arrays lay there, one by one, where JAX's types say it (Explicit axes); None: whole.
     """
 
     param_prefix: str = ""
     order: Mapping[str, tuple] | None = None
     create: Callable[[], Variables] | None = None
     hollow: bool = False
+    users_meshes: tuple[AbstractMesh, ...] = ()
+    users_specs: tuple[PartitionSpec | None, ...] = ()
+
+    def given_on(self, mesh: Any) -> None:
+        """Note what the model was given with in the place of a mesh of ours."""
+        self.users_meshes += (mesh.abstract_mesh,) if isinstance(mesh, Mesh) else ()
 
     @property
     def adapters(self) -> Mapping[str, Any]:
@@ -553,13 +566,13 @@ def linen_functional(
 
 
 def deferred_linen(
-    module: linen.Module, init: Callable[[], PyTree], trainable: Trainable = None
+    module: linen.Module, init: Callable[[], PyTree], trainable: Trainable = None, made: Made = lambda fun: fun
 ) -> tuple["LinenFunctional", Variables]:
     """The pure view of a Linen module whose variables `init` will make, and their shapes."""
     order: dict[str, tuple] = {}
     view, shapes = linen_functional(module, jax.eval_shape(noting_calls(init, order)), trainable)
     view.order = order or None
-    view.create = lambda: linen_functional(module, init(), trainable)[1]
+    view.create = made(lambda: linen_functional(module, init(), trainable)[1])
     return view, shapes
 
 
@@ -810,7 +823,9 @@ def plain_tree(tree: PyTree) -> PyTree:
     return unboxed(tree)
 
 
-def deferred_nnx(make: Callable[[], nnx.Module], trainable: Trainable = None) -> tuple["NNXFunctional", Variables]:
+def deferred_nnx(
+    make: Callable[[], nnx.Module], trainable: Trainable = None, made: Made = lambda fun: fun
+) -> tuple["NNXFunctional", Variables]:
     """The pure view of the NNX module that `make` will make, and the shapes of its arrays.
 
     Raises:
@@ -829,9 +844,9 @@ def deferred_nnx(make: Callable[[], nnx.Module], trainable: Trainable = None) ->
 
     view, shapes = nnx_functional(nnx.eval_shape(noted), trainable)
     view.order = orders[-1]
-    view.create = lambda: nnx_functional(make(), trainable)[1]
+    view.create = made(lambda: nnx_functional(make(), trainable)[1])
     # Streams are a few words; jit drops the rest of the model.
-    view._make_streams = jax.jit(lambda: nnx.to_pure_dict(nnx.state(make(), nnx.RngState)))
+    view._make_streams = jax.jit(made(lambda: nnx.to_pure_dict(nnx.state(make(), nnx.RngState))))
     return view, shapes
 
 
@@ -1052,7 +1067,7 @@ class ModelAround(abc.ABC):
 
 
 def functionalize(
-    model: Any, params: PyTree | None = None, trainable: Trainable = None
+    model: Any, params: PyTree | None = None, trainable: Trainable = None, made: Made = lambda fun: fun
 ) -> tuple[Functional, Variables]:
     """The pure view of a model, and its arrays (not copies), or their shapes where they are still to be made or loaded.
 
@@ -1062,6 +1077,7 @@ def functionalize(
       params: for Linen, what `module.init` returned (`{"params": ..., "batch_stats": ...}` or the params alone), a
         function without arguments that makes it, or its shapes (`jax.eval_shape`).
       trainable: which parameters train; with adapters, which do besides.
+      made: how functions that the user gave make arrays.
 
     Raises:
       TypeError: when `model` is neither.
@@ -1077,7 +1093,7 @@ def functionalize(
                 "params=module.init(key, example)"
             )
         if callable(params):
-            return deferred_linen(model, params, trainable)
+            return deferred_linen(model, params, trainable, made)
         return _given(*linen_functional(model, params, trainable))
     if isinstance(model, nnx.Module):
         if params is not None:
@@ -1094,7 +1110,7 @@ def functionalize(
             ) from None
         if params is not None:
             raise ValueError("a function that makes an NNX module makes its arrays too: leave params= out")
-        return deferred_nnx(make, trainable)
+        return deferred_nnx(make, trainable, made)
     raise TypeError(
         "a model is a flax.nnx.Module, a function without arguments that makes one, or a flax.linen.Module with params=, but "
         f"{f'the class {model.__name__}' if isinstance(model, type) else f'a {type(model).__name__}'} was given"
@@ -1104,6 +1120,11 @@ def functionalize(
 def _given(view: Functional, variables: Variables) -> tuple[Functional, Variables]:
     """The view of a model that was given with its arrays, or as shapes."""
     leaves = named_leaves(variables)
+    lies = [getattr(leaf, "sharding", None) for leaf in leaves.values()]
+    meshes = {each.mesh.abstract_mesh: None for each in lies if isinstance(each, NamedSharding)}
+    view.users_meshes = (*view.users_meshes, *meshes)
+    typed = lambda each: isinstance(each, NamedSharding) and AxisType.Explicit in each.mesh.axis_types
+    view.users_specs = tuple(each.spec if typed(each) else None for each in lies)
     shapes = [name for name, leaf in leaves.items() if is_shape(leaf)]
     if shapes and len(shapes) < len(leaves):
         raise ValueError(

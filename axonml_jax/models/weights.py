@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from axonml_jax.base import named_leaves
 from axonml_jax.collectives.primitives import axis_index, sum_over
+from axonml_jax.compat.order import no_mesh_around
 from axonml_jax.layers.experts import RouterState
 from axonml_jax.mesh.axes import as_axes
 from axonml_jax.model.lora import dequantized, is_adapter, merged, quantized, scales_name
@@ -200,6 +201,7 @@ _SHOWN = 100
 _BUFFERS = (".attn.bias", ".attn.masked_bias", "rotary_emb.inv_freq")
 
 
+@no_mesh_around()
 def pretrained(folder: str | os.PathLike, **changes: Any) -> Transformer:
     """A transformer on one device with the weights that `save_pretrained` of a model of one of the families wrote.
 
@@ -258,6 +260,7 @@ def read_pretrained(folder: str | os.PathLike, **changes: Any) -> tuple[Transfor
     return config, values | _uncounted(config, values)
 
 
+@no_mesh_around()
 def load_pretrained(model: Checkpointable, folder: str | os.PathLike) -> int:
     """Put such weights into a model on a mesh, array by array; of each a process reads what its devices hold.
 
@@ -312,6 +315,7 @@ def check_pretrained(config: TransformerConfig, folder: str | os.PathLike) -> No
     _refuse_shapes(folder, _shapes(config, every), every, stored)
 
 
+@no_mesh_around()
 def write_pretrained(
     folder: str | os.PathLike,
     config: TransformerConfig,

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from axonml_jax.base import PyTree, named_leaves, path_name
 from axonml_jax.collectives.gradients import Partial, assign_buckets
 from axonml_jax.collectives.primitives import axis_index, joined_over
-from axonml_jax.compat.order import after
+from axonml_jax.compat.order import after, users_meshes
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.mesh.axes import LAYER_AXES, PARTITIONED, STAGES, AxisNames, as_axes, flat_axes
 from axonml_jax.model.loss import Precision, cast_floating
@@ -530,6 +530,10 @@ def reading(
       precision: of the model's mode.
       rewrites: whether strategies that leave axes to XLA's partitioner rewrite it (`LeftToXLA.rewritten`).
     """
+    if (around := users_meshes()) is not None:
+        from axonml_jax.parallel.users_mesh import reading_placed
+
+        fun = partial(reading_placed, fun, model, around, placement.left, placement.plan.check_vma)
     for axis, strategy in placement.plan.on(placement.degrees).items() if rewrites and placement.left else ():
         own = strategy.having(LeftToXLA)
         if own is not None and placement.left.intersection(as_axes(axis)) and placement.ranks(axis) > 1:

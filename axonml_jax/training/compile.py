@@ -5,7 +5,6 @@ import functools
 import math
 import os
 import sysconfig
-import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,7 +23,14 @@ from jax.sharding import Mesh
 from axonml_jax.base import LossFn, PyTree, named_leaves
 from axonml_jax.collectives.primitives import axis_index, max_over, sum_over
 from axonml_jax.compat.jaxpr import trace, traced_with
-from axonml_jax.compat.order import platform_around, together, trace_settings
+from axonml_jax.compat.order import (
+    callers_line,
+    placements_read,
+    platform_around,
+    refuses_placement,
+    together,
+    trace_settings,
+)
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.compat.versions import CPU_BARRIER_OPTIONS
 from axonml_jax.model.loss import UNREAD, Loss, of_arrays, parse_loss
@@ -87,11 +93,20 @@ class Compiled:
         self._accept = accept
         self._accepted: dict[Any, Any] = {}
         self._inner: Compiled | None = None  # the same as a part of other programs
+        self._reading: Callable[[], AbstractContextManager] = nullcontext
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
-        run = self._choose(args, kwargs)
-        return run(*args, **kwargs) if self._accept is None else self._accepted_for(run, args, kwargs)(*args)
+        while True:
+            try:
+                with self._reading():
+                    run = self._choose(args, kwargs)
+                    return (
+                        run(*args, **kwargs) if self._accept is None else self._accepted_for(run, args, kwargs)(*args)
+                    )
+            except Exception as error:
+                if not self._reads_placements(error):
+                    raise
 
     def inlined(self, *args: Any) -> Any:
         """Run it on arrays that JAX traces, as a part of the program around it, whose options count and which donates.
@@ -108,15 +123,31 @@ class Compiled:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), args)
         if self._inner is None:
             self._inner = Compiled(self._whole, self._mesh)
-        return self._inner._choose(shapes, {})(*args)
+        return self._inner._again("__call__", shapes, {}, args)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit`'s."""
-        return self._choose(args, kwargs).trace(*args, **kwargs)
+        return self._again("trace", args, kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit`'s."""
-        return self._choose(args, kwargs).lower(*args, **kwargs)
+        return self._again("lower", args, kwargs)
+
+    def _again(self, name: str, args: tuple, kwargs: dict, given: tuple | None = None) -> Any:
+        """A method of the function for arguments like these, called on these or on those that are given."""
+        while True:
+            try:
+                with self._reading():
+                    return getattr(self._choose(args, kwargs), name)(*(args if given is None else given), **kwargs)
+            except Exception as error:
+                if not self._reads_placements(error):
+                    raise
+
+    def _reads_placements(self, error: Exception) -> bool:
+        """Whether JAX has refused that code places arrays over the user's axes: what is traced from now on may do so."""
+        anew = self._reading is not placements_read and refuses_placement(error)
+        self._reading = placements_read if anew else self._reading
+        return anew
 
     @property
     def compilations(self) -> int:
@@ -637,17 +668,11 @@ def explain_typed_scan(check_vma: bool) -> Iterator[None]:
         if not check_vma or "carry" not in text or "varying" not in text:
             raise
         raise ValueError(
-            f"check_vma=True: the loop at {_callers_line(error)} starts from a value that is the same on every rank (such as "
+            f"check_vma=True: the loop at {callers_line(error)} starts from a value that is the same on every rank (such as "
             "plain zeros) but carries one that differs from rank to rank, which typed mode refuses. Use check_vma=False (the "
             "default; the result is the same), or start the loop from a value derived from its input, such as "
             f"jnp.zeros_like(x[0]). JAX says: {text}"
         ) from error
-
-
-def _callers_line(error: BaseException) -> str:
-    """The innermost line outside JAX and Flax: where the model calls the loop."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_INSIDE)]
-    return f"{frames[-1].filename}:{frames[-1].lineno} (in {frames[-1].name})"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from axonml_jax.base import LossFn, PyTree, named_leaves
 from axonml_jax.collectives.primitives import sum_over
+from axonml_jax.compat.order import handed_back, no_mesh_around
 from axonml_jax.mesh.axes import LAYER_AXES
 from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.model.view import Functional, Mode, Variables
@@ -91,9 +92,10 @@ class TrainStep:
         if is_deleted(state.step) or _parts(state) != self._returned:
             _refuse_given_up(state)
         self.check(batch)
-        bound_run_ahead(state.step)
-        with folding, explain_typed_scan(self.placement.plan.check_vma):
+        with no_mesh_around(), folding, explain_typed_scan(self.placement.plan.check_vma):
+            bound_run_ahead(state.step)
             state, metrics = self._compiled(state, self.placement.batch_layout.place(batch, self.mesh))
+            metrics = handed_back(metrics)
         self._returned = _parts(state)
         return state, metrics
 
@@ -101,22 +103,26 @@ class TrainStep:
         """Refuse a batch, of arrays or shapes, that a step cannot take (see `check_batch`)."""
         check_batch(self.placement.batch_layout, batch, self.placement.plan.microbatches)
 
+    @no_mesh_around()
     def trace(self, state: TrainState, batch: PyTree):
         """The step traced on arrays or shapes (`.jaxpr`, `.lower()`): what the ledger reads."""
         self.check(batch)
         with folding:
             return self._compiled.trace(state, self.placement.batch_layout.marked(batch))
 
+    @no_mesh_around()
     def lower(self, state: TrainState, batch: PyTree):
         """The step lowered on arrays or shapes (`.as_text()`, `.compile()`)."""
         self.check(batch)
         with folding:
             return self._compiled.lower(state, self.placement.batch_layout.marked(batch))
 
+    @no_mesh_around()
     def state_leaves(self, state: TrainState) -> dict[str, Leaf]:
         """Everything in a state by a name that is the same under every plan; what checkpoints hold."""
         return state_leaves(self.model, state, self.at_rest)
 
+    @no_mesh_around()
     def state_of_leaves(self, like: TrainState, arrays: Mapping[str, Any]) -> TrainState:
         """The inverse of `state_leaves`, in the structure of a state."""
         return state_of_leaves(self.model, like, arrays, self.at_rest)
