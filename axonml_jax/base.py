@@ -216,6 +216,36 @@ _BAR = "#3f83c9"
 _BAR_PIXELS = 96
 
 
+def bytes_meant(text: str) -> float:
+    """Bytes of a size as people write it.
+
+    >>> bytes_meant("16GiB") == 16 * 2**30, bytes_meant("80GB"), bytes_meant("512")
+    (True, 80000000000.0, 512.0)
+
+    Raises:
+      ValueError: for anything else.
+    """
+    units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "": 1}
+    number = text.rstrip("KMGTiB ")
+    unit = text[len(number) :].strip()
+    try:
+        return float(number) * units[unit]
+    except (KeyError, ValueError):
+        raise ValueError(f"{text!r} must be a size such as 16GiB or 80GB") from None
+
+
+def size_in_words(size: float) -> str:
+    """Bytes for people.
+
+    >>> size_in_words(1536), size_in_words(80e9), size_in_words(7)
+    ('1.5 KiB', '74.5 GiB', '7 B')
+    """
+    for unit, one in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= one:
+            return f"{size / one:.1f} {unit}"
+    return f"{size:.0f} B"
+
+
 def section(title: str, *parts: str) -> str:
     """A title, escaped here, above parts that are HTML already; what is too wide for the page scrolls.
 

@@ -16,7 +16,7 @@ from jax._src.config import trace_context
 from jax._src.core import trace_state_clean
 from jax._src.lax import parallel
 from jax._src.mesh import thread_resources
-from jax.extend.core import Primitive, get_opaque_trace_state
+from jax.extend.core import Primitive, Var, get_opaque_trace_state
 from jax.extend.random import threefry_2x32
 from jax.interpreters import ad, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
@@ -292,6 +292,11 @@ def after(value: T, others: Any) -> T:
 # --------------------------------------------------------------------------------------------------
 
 
+def policies_are_asked() -> bool:
+    """Whether JAX asks policies about every operation."""
+    return not jax.config.jax_remat3
+
+
 def require_policies() -> None:
     """Refuse a policy of this kind where JAX does not ask it about every operation.
 
@@ -304,6 +309,10 @@ def require_policies() -> None:
             "scan or a pipeline would send twice and do most work twice. Set JAX_REMAT3=0, or "
             "jax.config.update('jax_remat3', False)"
         )
+
+
+CALLS_WITH_GRADIENTS = frozenset(("custom_vjp_call", "custom_jvp_call"))
+"""Calls that a checkpoint policy is asked about as a whole where their gradients are not derived again."""
 
 
 class Saveable(NamedTuple):
@@ -323,6 +332,16 @@ class Saveable(NamedTuple):
     def given_name(self) -> str | None:
         """The name that `checkpoint_name` gave to its operand; None for every other operation."""
         return self.params["name"] if self.primitive == "name" else None
+
+    @property
+    def made_by(self) -> tuple[str, ...]:
+        """The primitives that make it: of a call with gradients of its own, of which JAX asks as a whole, those within."""
+        body = self.params.get("call_jaxpr") if self.primitive in CALLS_WITH_GRADIENTS else None
+        if body is None:
+            return (self.primitive,)
+        inner = getattr(body, "jaxpr", body)
+        names = {variable: equation.primitive.name for equation in inner.eqns for variable in equation.outvars}
+        return tuple(names[atom] for atom in inner.outvars if isinstance(atom, Var) and atom in names)
 
     @property
     def fft_type(self) -> jax.lax.FftType | None:

@@ -38,6 +38,16 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(aval.mat.varying)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def shape_of(aval: AbstractValue) -> Any:
+    """What stands for a value where only shape, dtype and varying type count."""
+    shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+    if not (axes := tuple(sorted(varying_axes(aval)))):
+        return shape
+    keys = jax.dtypes.issubdtype(shape.dtype, jax.dtypes.prng_key)
+    some = jax.random.key(0) if keys else jax.numpy.zeros((), shape.dtype)
+    return cast_to_varying(jax.numpy.broadcast_to(some, shape.shape), axes)
+
+
 def cast_to_varying(x: Any, axes: tuple[str, ...]) -> jax.Array:
     """`x` typed as varying over `axes` as well: moves nothing; its transpose sums over them.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from axonml_jax.base import meant
+from axonml_jax.base import bytes_meant, meant
 from axonml_jax.checkpoint.object_store import ObjectStore
 from axonml_jax.checkpoint.retention import Retention, seconds_of
 from axonml_jax.data.sources import TEXT_SUFFIXES
@@ -323,13 +323,10 @@ def memory_size(text: str) -> float:
     Raises:
       argparse.ArgumentTypeError: for anything else.
     """
-    units = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "": 1}
-    number = text.rstrip("KMGTiB ")
-    unit = text[len(number) :].strip()
     try:
-        return float(number) * units[unit]
-    except (KeyError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text!r} must be a size such as 16GiB or 80GB") from None
+        return bytes_meant(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -818,7 +815,10 @@ class PlanConfig:
         with products of operands rounded to 8 bits); null leaves the model's dtypes.
       products_kept: with fp8, regular expressions of parameters' path names whose products stay; null names none.
       accumulate: microbatches per update and rank.
-      remat: what the backward recomputes: full, selective (all but weight multiplications), or null for nothing.
+      remat: what the backward recomputes: full, selective (all but weight multiplications), null for nothing; or all but what
+        regular expressions of names and paths find; or by unit what is kept, as memory chose it.
+      memory: bytes of a device for a step (76GiB), or a share of it (0.9): what is recomputed is found so that it fits; null
+        leaves it to remat.
       check_vma: let JAX check which values vary over which axes.
       kernels: auto takes this library's kernels on GPUs; xla never; interpret on any platform, slowly, to try them.
       draws: shards gives every batch shard and microbatch dropout masks of its own; rows those of one device, row by row.
@@ -839,7 +839,8 @@ class PlanConfig:
     precision: Literal["float32", "bf16", "bf16-reduce", "bf16-reduce-float32", "fp16", "fp8"] | None = None
     products_kept: tuple[str, ...] | None = None
     accumulate: int = 1
-    remat: Literal["full", "selective"] | None = None
+    remat: Literal["full", "selective"] | tuple[str, ...] | dict[str, tuple[str, ...] | str] | None = None
+    memory: str | float | None = None
     check_vma: bool = False
     kernels: Literal["auto", "xla", "interpret"] = "auto"
     draws: Literal["shards", "rows"] = "shards"
@@ -886,6 +887,7 @@ class PlanConfig:
             offload=CPUOffload(self.offload),
             accumulate=self.accumulate,
             remat=self.remat,
+            memory=self.memory,
             check_vma=self.check_vma,
             kernels=self.kernels,
             draws=self.draws,

@@ -626,6 +626,7 @@ class Group:
       count: how many of each the model has.
       scanned: whether the backward of a scan redoes work that reads them.
       closes: whether they are the last product of a block.
+      sums: on a grid, the axis over which products with them are summed.
       summed: the layers' axes over which layers sum their gradients.
       axes: over which ranks hold different parts.
       sharded: the outermost axis over which they rest sharded; None: none does.
@@ -650,6 +651,7 @@ class Group:
     count: int
     scanned: bool
     closes: bool
+    sums: str
     summed: tuple[str, ...]
     axes: tuple[str, ...]
     sharded: AxisNames | None
@@ -744,6 +746,7 @@ def _group(each: Placed) -> Group:
     return Group(
         place=weight.place, again=weight.again, rebuilds=weight.rebuilds, trained=weight.trained, layers=weight.layers,
         count=weight.count, scanned=weight.layers > 1 and weight.redone, closes=weight.name.endswith("down/kernel"),
+        sums=next((axes[0] for axes, _ in weight.splits if "depth" in axes), ""),
         summed=weight.summed, axes=each.layout.axes, sharded=next(iter(each.sharded), None), rest_dtype=rest,
         read_dtype=read, sum_dtype=summed, as_they_rest=read == rest and not each.sharded,
         gathers=tuple(_gathers(each)), syncs=tuple(_syncs(each)) if weight.trained else (),

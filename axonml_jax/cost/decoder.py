@@ -588,8 +588,9 @@ class _Decoder:
     def __init__(self, config: DecoderLike, own: dict[str, int]):
         self.config, self.tensor, self.grid = config, own.get("tensor", 1), config.split == "grid"
         self.outside = ("tensor",) if config.sequence_parallel and self.tensor > 1 else ()
-        # What a unit adds last, and what is looked up before the first one, recomputation may leave out.
-        self.rebuilds_ends = not (self.outside or config.scan_layers)
+        # A first block of which there is no second is in one unit with what is looked up, unless that is summed, and kept.
+        kinds = expert_blocks(config)
+        self.looks_up_again = any(kinds) and kinds.count(kinds[0]) == 1 and self.tensor == 1 and not self.grid
         self.travels = own.get("expert", 1) > 1
 
     def weights(self) -> tuple[Weight, ...]:
@@ -657,12 +658,14 @@ class _Decoder:
         shape, place = (config.vocab_size, config.hidden_size), "both ends" if tied else "first"
         found = [
             self._one(
-                "embed/embedding", shape, place, splits=self._table(), again=tied, rebuilds=tied or self.rebuilds_ends
+                "embed/embedding", shape, place, splits=self._table(), again=tied, rebuilds=tied or self.looks_up_again
             )
         ]
         if config.position == "learned":
             positions = (config.max_length, config.hidden_size)
-            found.append(self._one("positions/embedding", positions, "first", again=False, rebuilds=self.rebuilds_ends))
+            found.append(
+                self._one("positions/embedding", positions, "first", again=False, rebuilds=self.looks_up_again)
+            )
         found += self._norm("norm", _Kind("last", 1, ""))
         if not tied:
             # On a grid the head is transposed, so that its logits are split over col as those of a tied table are.
@@ -712,7 +715,7 @@ class _Decoder:
         if self.config.use_bias or (self.config.qkv_bias and opens):
             summed = replicated or (self.outside if split == "row" else ())
             ends = name.endswith("down") and not self.config.post_norms
-            more = {"again": False, "rebuilds": self.rebuilds_ends or not ends}
+            more = {"again": False, "rebuilds": not ends}  # recomputation leaves out what a unit adds last
             # A grid gathers what comes out of a pair of layers, its bias added: that is kept.
             more["redone"] = not (self.grid and name.endswith("out"))
             found.append(self._one(f"{name}/bias", (fan_out,), splits=bias, summed=summed, **more, **shared))

@@ -134,13 +134,10 @@ def _tensor(layers: Layers, weights: Weights) -> Iterator[Flow]:
     """Shoeybi et al. 2019: per block two all-reduces of [b, s, h] forward and two backward."""
     whole = layers.tokens * layers.config.hidden_size
     make = lambda work, calls: layers.flow(SUM, "tensor", whole, work, calls=calls)
-    parts, again, scan = layers.parts, layers.run.recomputes, layers.config.scan_layers
-    ends = ends_with_product(layers.config)
+    parts = layers.parts
     halves = 2 * parts.blocks + _shared(layers)
     yield make("forward", halves + parts.first)
-    # Recomputing repeats every sum of the forward; in a scan, whose trips end with their units, not what a unit ends with.
-    repeated = again * (parts.blocks if ends else halves) + again * parts.first * (not scan)
-    yield make("backward", halves - parts.blocks + repeated + parts.last)
+    yield make("backward", halves - parts.blocks + parts.last)  # recomputing repeats no sum
     shape = layers.config.attention_shape
     for size in (*shape.entering, *([shape.shared] if shape.shared else [])):
         yield layers.flow(SUM, "tensor", layers.tokens * size, "backward", calls=parts.blocks)
@@ -150,8 +147,8 @@ def _tensor(layers: Layers, weights: Weights) -> Iterator[Flow]:
 
 
 def ends_with_product(config: DecoderLike) -> bool:
-    """Whether a trip of a loop over blocks ends with a product, whose result no norm reads."""
-    return config.scan_layers and not config.post_norms
+    """Whether a block ends with a product, whose result no norm reads: no recomputation repeats what comes after it."""
+    return not config.post_norms
 
 
 def _shared(layers: Layers) -> Many:
@@ -194,13 +191,13 @@ def _sequence(layers: Layers, weights: Weights) -> Iterator[Flow]:
 
     yield from make(GATHER, "forward", halves, last + experts + shared)
     yield from make(SCATTER, "forward", halves, first + experts + shared)
-    # Recomputing repeats what leads to the last product of a unit, not the scatter after it.
-    others = first + (1 + again) * (last + experts) + (2 + again) * shared
+    # Recomputing repeats what leads to the last product of a unit, but what a head's loop over words reads is kept.
+    whole_words = again * (not layers.config.words_at_once)
+    others = first + (1 + whole_words) * last + (1 + again) * experts + (2 + again) * shared
     yield from make(GATHER, "backward", (2 + again) * halves, others)
-    # A norm after that product reads what is scattered, so that it is repeated too.
-    normed = again * layers.config.post_norms
-    repeated = again * (halves if layers.config.post_norms else layers.parts.blocks)
-    yield from make(SCATTER, "backward", halves + repeated, last + (1 + normed) * (experts + shared))
+    # Sums are kept, but those that go round a ring beside products are no sums: one is repeated unless a unit ends with it.
+    repeated = again * layers.config.ring * (halves if layers.config.post_norms else layers.parts.blocks)
+    yield from make(SCATTER, "backward", halves + repeated, last + experts + shared)
     if latent:
         yield from _gathered_latents(layers)
     if layers.config.position == "learned":
@@ -214,7 +211,6 @@ def _sequence(layers: Layers, weights: Weights) -> Iterator[Flow]:
 def _gathered_latents(layers: Layers) -> Iterator[Flow]:
     """Of attention, with the sequence split: latents are gathered, again for their layers' weights, and the key heads share."""
     shape, blocks, again = layers.config.attention_shape, layers.parts.blocks, layers.run.recomputes
-    ends = again * layers.config.post_norms
     for size in shape.entering:
         entered = layers.tokens * size
         yield layers.flow(GATHER, "tensor", entered, "forward", calls=blocks)
@@ -226,15 +222,12 @@ def _gathered_latents(layers: Layers) -> Iterator[Flow]:
     yield layers.flow(SCATTER, "tensor", key, "backward", calls=blocks)
     yield layers.flow(SCATTER, "tensor", whole, "forward", calls=blocks)
     yield layers.flow(GATHER, "tensor", whole, "backward", calls=blocks)
-    yield layers.flow(SCATTER, "tensor", whole, "backward", calls=blocks * ends)
 
 
 def _loss(layers: Layers, axis: str) -> Iterator[Flow]:
     """Cross entropy of split logits: a maximum and a sum of two numbers per token, nothing backward."""
-    last, again = layers.parts.last, layers.run.recomputes
     for numbers in (1, 2):
-        yield layers.flow(SUM, axis, numbers * layers.tokens, "forward", calls=last, dtype="float32")
-        yield layers.flow(SUM, axis, numbers * layers.tokens, "backward", calls=last * again, dtype="float32")
+        yield layers.flow(SUM, axis, numbers * layers.tokens, "forward", calls=layers.parts.last, dtype="float32")
 
 
 def _summed(layers: Layers, weights: Weights, axis: str) -> Iterator[Flow]:
@@ -251,7 +244,7 @@ def _grid(layers: Layers, weights: Weights) -> Iterator[Flow]:
     yield from _weights_over_depth(layers, weights)
     config, row, col = layers.config, layers.degrees.get("row", 1), layers.degrees.get("col", 1)
     size, inner, tokens, blocks = config.hidden_size, config.mlp_size, layers.tokens, layers.parts.blocks
-    shape, again = config.attention_shape, layers.run.recomputes  # recomputing repeats the whole forward
+    shape, again = config.attention_shape, layers.run.recomputes  # recomputing repeats what gathers, no sum
     whole = tokens * size
     over_col = divided(whole, col)
     openings = [[each.fan_out for each in shape.matrices if each.opens], [inner] * inward_products(config)]
@@ -260,12 +253,10 @@ def _grid(layers: Layers, weights: Weights) -> Iterator[Flow]:
         ends = again * (not (ends_with_product(config) and half == 1))  # a trip's last product is not repeated
         for out in outs:  # column-like layers: split input, partial outputs summed over col
             yield layers.flow(SUM, "col", divided(tokens * out, row), "forward", calls=blocks)
-            yield layers.flow(SUM, "col", divided(tokens * out, row), "backward", calls=blocks * again)
         yield layers.flow(SUM, "row", over_col, "backward", calls=blocks)
         yield layers.flow(GATHER, "col", whole, "backward", calls=blocks)
         # The transposed layer after them: summed over row, its features joined over col.
         yield layers.flow(SUM, "row", over_col, "forward", calls=blocks)
-        yield layers.flow(SUM, "row", over_col, "backward", calls=blocks * ends)
         yield layers.flow(GATHER, "col", whole, "forward", calls=blocks)
         yield layers.flow(GATHER, "col", whole, "backward", calls=blocks * ends)
         yield layers.flow(SUM, "col", divided(tokens * closed, row), "backward", calls=blocks)
@@ -275,25 +266,21 @@ def _grid(layers: Layers, weights: Weights) -> Iterator[Flow]:
 
 def _ends_of_grid(layers: Layers, row: Many, col: Many) -> Iterator[Flow]:
     """What the embedding sends, and the head with its loss."""
-    size, tokens, again = layers.config.hidden_size, layers.tokens, layers.run.recomputes
+    size, tokens = layers.config.hidden_size, layers.tokens
     first, last = layers.parts.first, layers.parts.last
     whole, logits = tokens * size, divided(tokens * layers.config.vocab_size, col)
     over_row = divided(whole, row)
-    looked_up_again = first * again * (not layers.config.scan_layers)
     yield layers.flow(SUM, "col", over_row, "forward", calls=first)
     yield layers.flow(GATHER, "row", whole, "forward", calls=first)
-    yield layers.flow(SUM, "col", over_row, "backward", calls=looked_up_again)
-    yield layers.flow(GATHER, "row", whole, "backward", calls=looked_up_again)
     yield layers.flow(GATHER, "row", whole, "backward", calls=last)
     yield layers.flow(SUM, "col", over_row, "backward", calls=last)
     yield layers.flow(SUM, "row", logits, "forward", calls=last)
-    yield layers.flow(SUM, "row", logits, "backward", calls=last * again)
     yield from _loss(layers, "col")
 
 
 def _weights_over_depth(layers: Layers, weights: Weights) -> Iterator[Flow]:
     """Every weight's block is all-gathered over `depth` at its use, forward and backward, and its gradient reduce-scattered."""
-    scan, ends = layers.config.scan_layers, ends_with_product(layers.config)
+    ends = ends_with_product(layers.config)
     for group in weights.groups:
         if "depth" not in group.axes:
             continue
@@ -304,7 +291,9 @@ def _weights_over_depth(layers: Layers, weights: Weights) -> Iterator[Flow]:
             kind, "depth", block, work, calls=calls, arrays=group.arrays, label=label, dtype=group.read_dtype
         )
         yield make(GATHER, PARAMETERS, "forward", number * reads)
-        once_more = reads - (scan and (looked_up or tied))
+        # Where a product's parts are summed the sum is kept, and nothing multiplies again.
+        axis = "row" if tied else group.sums
+        once_more = (reads - (looked_up or tied)) * either(layers.degrees.get(axis, 1) > 1, 0, 1)
         again = (not looked_up) + layers.run.recomputes * (0 if ends and group.closes else once_more)
         yield make(GATHER, PARAMETERS, "backward", number * again)
         yield make(SCATTER, GRADIENTS, "backward", number * reads)
@@ -890,8 +879,9 @@ def expert_flows(layers: Layers, experts: RoutedExperts) -> Iterator[Flow]:
 
 
 def _ends(layers: Layers) -> int:
-    """0 where a unit ends with what comes back from experts, which no recomputation repeats."""
-    return int(layers.config.post_norms or not (layers.config.scan_layers or layers.config.sequence_parallel))
+    """0 where a unit ends with what comes back from experts, which no recomputation repeats; a pipeline's stage is one unit."""
+    within = layers.run.pipelined and not (layers.config.scan_layers or layers.config.sequence_parallel)
+    return int(layers.config.post_norms or within)
 
 
 def _round(layers: Layers, experts: RoutedExperts, travels: Many, kind: str) -> Iterator[Flow]:
@@ -933,7 +923,7 @@ def _gathered(layers: Layers, experts: RoutedExperts) -> Iterator[Flow]:
         yield make(GATHER, work, times, pairs, "int32")
     yield make(SCATTER, "forward", 1, whole)
     yield make(GATHER, "backward", 1, whole)
-    yield make(SCATTER, "backward", 1 + again * _ends(layers), whole)
+    yield make(SCATTER, "backward", 1, whole)
     yield make(SCATTER, "backward", 1, pairs, wide)
 
 
@@ -942,8 +932,8 @@ def _router(layers: Layers, experts: RoutedExperts) -> Iterator[Flow]:
     roles = {axis: role for axis, role in layers.run.roles.items() if role.reduces != "never"}
     axes = splitting(roles, "rows", "positions")
     wide = jnp.promote_types(layers.dtype, jnp.float32).name
-    for work, times in (("forward", 1), ("backward", 1 + layers.run.recomputes)):
-        calls = times * layers.parts.experts
+    for work in ("forward", "backward"):
+        calls = layers.parts.experts
         flow = layers.flow(SUM, RANKS, 2 * experts.experts + 6, work, calls=calls, label=ROUTER, dtype=wide)
         yield replace(flow, axes=axes, group_size=math.prod(layers.degrees[axis] for axis in axes))
 

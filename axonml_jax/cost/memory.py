@@ -136,7 +136,8 @@ def block_activations(
     selective += divided(tokens * shape.pressed * itemsize, outside)
     scores = config.num_heads * (wide if fused else length * wide) + shape.mixed * itemsize  # and the mixed heads
     plain = selective + feed.routed + divided(tokens * scores, inside) if apart else whole
-    kept = (1 - run.recomputes) * plain + run.full * boundary + run.selective * selective
+    full = boundary + _sums(config, degrees, boundary, selective)
+    kept = (1 - run.recomputes) * plain + run.full * full + run.selective * selective
     words = -divided(-config.vocab_size, _vocabulary_cut(config, degrees))  # padding of the last ranks is computed too
     words = least(config.words_at_once or words, words)
     rebuilt = whole if apart else run.recomputes * whole
@@ -144,6 +145,14 @@ def block_activations(
     others = 0 if attention is None else attention.held(tokens, itemsize, platform, kernel)
     others = most(others, 0 if experts is None else experts.held(itemsize))
     return BlockActivations(kept, rebuilt, boundary, tokens * words * (2 * wide + itemsize), others)
+
+
+def _sums(config: DecoderLike, degrees: Mapping[str, Many], boundary: Many, selective: Many) -> Many:
+    """Bytes of sums over ranks, kept where all else of a block is recomputed: the one after attention, or all products."""
+    own = layer_degrees(config, degrees)
+    if config.split == "grid":
+        return either(most(own["row"], own["col"]) > 1, selective - boundary, 0)
+    return either(own["tensor"] > 1, boundary * (3 if config.post_norms else 1), 0)
 
 
 def _head_norms(config: DecoderLike, wide: int, itemsize: int) -> int:

@@ -19,7 +19,7 @@ from axonml_jax.mesh.world import ProcessGroup, World, as_mesh
 from axonml_jax.model.loss import Precision
 from axonml_jax.model.view import Trainable
 from axonml_jax.parallel.context import Context
-from axonml_jax.parallel.plan import CPUOffload, Kernels, Partition, Plan, Remat, Rules
+from axonml_jax.parallel.plan import CPUOffload, Kernels, Memory, Partition, Plan, Remat, Rules
 from axonml_jax.sharding.layout import Order, replicated
 from axonml_jax.strategies.replicate import Replicate
 from axonml_jax.strategies.shard import ReduceWire, Shard, ShardingStrategy, Wire
@@ -62,7 +62,7 @@ class ContextParallel(ParallelModel):
       shard: parameters rest sharded over `fsdp` and `context` together, and are gathered over both at once (ZeRO-3).
       params: a Linen module's variables.
       bucket_size_mb, gradient_as_bucket_view, comm_dtype, comm_hook: see `ax.DDP`.
-      remat, batch_stats, precision, trainable, check_vma, kernels, draws, seed: see `ax.DDP`.
+      remat, memory, batch_stats, precision, trainable, check_vma, kernels, draws, seed: see `ax.DDP`.
       sync_strategy: OVERLAPPED or SYNCHRONOUS (see `ax.GradSyncStrategy`).
 
     Raises:
@@ -82,6 +82,7 @@ class ContextParallel(ParallelModel):
         params: PyTree | None = None,
         bucket_size_mb: float = 25,
         remat: Remat = None,
+        memory: Memory = None,
         batch_stats: Literal["global", "local"] = "global",
         gradient_as_bucket_view: bool | None = None,
         sync_strategy: GradSyncStrategy | str = GradSyncStrategy.OVERLAPPED,
@@ -107,6 +108,7 @@ class ContextParallel(ParallelModel):
             data=Replicate(**reducing),
             precision=Precision.of(precision),
             remat=remat,
+            memory=memory,
             batch_stats=batch_stats,
             check_vma=check_vma,
             kernels=kernels,
@@ -160,7 +162,9 @@ class DDP(ParallelModel):
       mesh: a Mesh, a World, a ProcessGroup, or None for all devices; the batch is split over its `data` axis.
       params: a Linen module's variables.
       bucket_size_mb: gradients are reduced in buckets of this many MiB.
-      remat: what the backward recomputes, unit by unit: None, "full", or "selective" (all but weight multiplications).
+      remat: what the backward recomputes, unit by unit: None, "full", "selective" (all but weight multiplications), or all but
+        what regular expressions, or a policy, name (see `ax.Plan`).
+      memory: bytes of a device for a step, as "76GiB", or a share of it, as 0.9: what is recomputed is found so that it fits.
       batch_stats: "global": BatchNorm statistics of the global batch; "local": each rank's own, as in PyTorch.
       broadcast_buffers: with "local": give every rank the first rank's buffers each step.
       gradient_as_bucket_view: True: no flat copy; False: one flat buffer per bucket; None: the faster on the backend.
@@ -186,6 +190,7 @@ class DDP(ParallelModel):
         params: PyTree | None = None,
         bucket_size_mb: float = 25,
         remat: Remat = None,
+        memory: Memory = None,
         batch_stats: Literal["global", "local"] = "global",
         broadcast_buffers: bool = True,
         gradient_as_bucket_view: bool | None = None,
@@ -216,6 +221,7 @@ class DDP(ParallelModel):
             data=data,
             precision=Precision.of(precision),
             remat=remat,
+            memory=memory,
             batch_stats=batch_stats,
             broadcast_buffers=broadcast_buffers,
             check_vma=check_vma,
@@ -260,7 +266,9 @@ class FSDP(ParallelModel):
         None: a reduce-scatter in the dtype of gradients.
       gather, reduce: older names of wire and reduce_wire, which warn.
       update: "shards", or "whole" for optimizers that are refused on them.
-      remat: what the backward recomputes, unit by unit: None, "full", or "selective" (all but weight multiplications).
+      remat: what the backward recomputes, unit by unit: None, "full", "selective" (all but weight multiplications), or all but
+        what regular expressions, or a policy, name (see `ax.Plan`).
+      memory: bytes of a device for a step, as "76GiB", or a share of it, as 0.9: what is recomputed is found so that it fits.
       batch_stats, trainable, check_vma, kernels, draws, seed: see `ax.DDP`.
 
     Raises:
@@ -285,6 +293,7 @@ class FSDP(ParallelModel):
         reduce: ReduceWire | None = None,
         update: Literal["shards", "whole"] = "shards",
         remat: Remat = None,
+        memory: Memory = None,
         batch_stats: Literal["global", "local"] = "global",
         trainable: Trainable = None,
         check_vma: bool = False,
@@ -305,6 +314,7 @@ class FSDP(ParallelModel):
             offload=cpu_offload,  # pyright: ignore[reportArgumentType]  # Plan checks and converts names
             update=update,
             remat=remat,
+            memory=memory,
             batch_stats=batch_stats,
             check_vma=check_vma,
             kernels=kernels,
@@ -536,7 +546,7 @@ class Pipeline(ParallelModel):
       gather: with `fsdp`, "step" gathers a device's stages once per step, "chunk" when a device turns to another of its
         stages, "tick" whenever one is used.
       params: a Linen module's variables; of Linen modules given one by one a list of them.
-      precision, remat, trainable, check_vma, kernels, draws, seed: see `ax.DDP`.
+      precision, remat, memory, trainable, check_vma, kernels, draws, seed: see `ax.DDP`.
       update: see `ax.FSDP`.
       accumulate: that many times more microbatches per update, in one pass.
       cpu_offload: what rests in host memory (see `ax.CPUOffload`).
@@ -558,6 +568,7 @@ class Pipeline(ParallelModel):
         params: PyTree | None = None,
         precision: Precision | str | None = None,
         remat: Remat = None,
+        memory: Memory = None,
         update: Literal["shards", "whole"] = "shards",
         accumulate: int = 1,
         cpu_offload: CPUOffload | str = CPUOffload.NONE,
@@ -589,6 +600,7 @@ class Pipeline(ParallelModel):
             fsdp=Shard(stage=1),
             precision=Precision.of(precision),
             remat=remat,
+            memory=memory,
             update=update,
             accumulate=accumulate,
             offload=cpu_offload,  # pyright: ignore[reportArgumentType]  # Plan checks and converts names
@@ -736,7 +748,7 @@ class TensorParallel(ParallelModel):
         first that matches a parameter's whole path name (`blocks/0/up/kernel`) holds. Every parameter must match, and every
         rule be used: `(".*", PartitionSpec())` as the last keeps the rest whole.
       params: a Linen module's variables.
-      precision, remat, batch_stats, sync_strategy, trainable, check_vma, kernels, draws, seed: see `ax.DDP`.
+      precision, remat, memory, batch_stats, sync_strategy, trainable, check_vma, kernels, draws, seed: see `ax.DDP`.
 
     Raises:
       TypeError, ValueError: for anything that cannot work, with every offender, before anything is allocated.
@@ -760,6 +772,7 @@ class TensorParallel(ParallelModel):
         params: PyTree | None = None,
         precision: Precision | str | None = None,
         remat: Remat = None,
+        memory: Memory = None,
         batch_stats: Literal["global", "local"] = "global",
         sync_strategy: GradSyncStrategy | str = GradSyncStrategy.OVERLAPPED,
         trainable: Trainable = None,
@@ -780,6 +793,7 @@ class TensorParallel(ParallelModel):
             partition=Partition.of(rules, names),
             precision=Precision.of(precision),
             remat=remat,
+            memory=memory,
             batch_stats=batch_stats,
             check_vma=check_vma,
             kernels=kernels,

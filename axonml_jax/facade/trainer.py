@@ -418,6 +418,14 @@ class Trainer(Generic[M]):
         return tree.inner if self._ema else tree
 
     @property
+    def recompute(self) -> Any:
+        """What the backward recomputes: the plan's `remat`, or what was chosen within its `memory` for the last step.
+
+        What was chosen prints as a table by unit, and `ax.Plan(remat=...)` and configurations take it (`to_dict()`).
+        """
+        return self.train_step.recompute
+
+    @property
     @no_mesh_around()
     def lr(self) -> float:
         """The learning rate of the last update (before any: of the first), where the optimizer's state says it.

@@ -674,7 +674,8 @@ def in_words(plan: Plan, degrees: Mapping[str, int], model: DecoderLike) -> str:
     words.append(f"{plan.microbatches} microbatches" if plan.microbatches > 1 else "1 microbatch")
     if model.sequence_parallel and degrees.get("tensor", 1) > 1:
         words.append("sequence parallel")
-    words += [f"{plan.remat} recomputation"] if plan.remat else []
+    words += [f"{plan.remat if isinstance(plan.remat, str) else 'chosen'} recomputation"] if plan.remat else []
+    words += [f"recomputation within {plan.memory}"] if plan.memory is not None else []
     words += [f"offload {plan.offload.value}"] if plan.offload.value != "none" else []
     words += [f"computing in {plan.precision.compute}"] if plan.precision.compute else []
     words += [f"products of {plan.precision.products}"] if plan.precision.products else []

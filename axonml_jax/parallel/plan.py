@@ -3,7 +3,7 @@
 import enum
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from numbers import Integral
 from types import MappingProxyType
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from jax.sharding import PartitionSpec
 
-from axonml_jax.base import PyTree, is_choice, is_one_of, lines, member, named_leaves, section, table
+from axonml_jax.base import PyTree, bytes_meant, is_choice, is_one_of, lines, member, named_leaves, section, table
 from axonml_jax.mesh.axes import AXES, BATCH_AXES, LAYER_AXES, PARTITIONED, STAGES, AxisNames, as_axes
 from axonml_jax.mesh.shape import MeshShape
 from axonml_jax.model.loss import Precision
@@ -352,7 +352,7 @@ def _chosen(value: Any) -> Iterator[tuple[str, Any]]:
 # What a plan says of recomputation: `Remat`; `parallel/units.py` does it.
 # --------------------------------------------------------------------------------------------------
 
-Remat = Literal["full", "selective"] | None
+Remat = Literal["full", "selective"] | Sequence[str] | Callable[..., Any] | Mapping[str, Any] | Any | None
 """What the backward recomputes: nothing (in scans and pipelines, where it lies apart from its forward, what is elementwise);
 all of a unit from its inputs; or all but the results of weight multiplications, which are most of the work and a small part
 of the memory (Korthikanti et al. 2022)."""
@@ -362,13 +362,51 @@ Kernels = Literal["auto", "xla", "interpret"]
 the kernels on any platform, run slowly by plain operations, to try them (`layers/fused.py`)."""
 
 
-def checked_remat(remat: Any) -> str | None:
-    """What is wrong with a policy, or None."""
-    return (
-        None
-        if is_one_of(remat, (None, "full", "selective"))
-        else f"remat={remat!r} must be None, 'full' or 'selective'"
-    )
+Memory = str | float | int | None
+"""Bytes of a device that a step may have, as "76GiB" or a number, or a share of it, as 0.9."""
+
+
+def checked_remat(remat: Any) -> tuple[Any, list[str]]:
+    """A policy as a plan keeps it, and what is wrong with it."""
+    if is_one_of(remat, (None, "full", "selective")) or callable(getattr(remat, "choice", None)):
+        return remat, []
+    if isinstance(remat, Mapping):
+        from axonml_jax.parallel.recompute import Recompute
+
+        return Recompute.of(remat), []
+    if callable(remat):
+        return remat, []
+    rules = isinstance(remat, (list, tuple)) and bool(remat) and all(isinstance(each, str) for each in remat)
+    wrong = [f"remat: {each!r} is no regular expression" for each in remat if not _compiles(each)] if rules else []
+    if rules:
+        return tuple(remat), wrong
+    return remat, [
+        f"remat={remat!r} must be None, 'full', 'selective', regular expressions of the names or paths of what is kept, a "
+        "policy of jax.checkpoint_policies, or what each unit keeps, as memory= chooses it"
+    ]
+
+
+def _compiles(rule: str) -> bool:
+    try:
+        re.compile(rule)
+    except re.error:
+        return False
+    return True
+
+
+def checked_memory(memory: Any, remat: Any) -> list[str]:
+    """What is wrong with a budget beside a policy."""
+    rule = f"memory={memory!r} must be bytes of a device, as '76GiB' or 80e9, or a share of it, as 0.9"
+    try:
+        size = bytes_meant(memory) if isinstance(memory, str) else memory
+    except ValueError:
+        return [rule]
+    number = isinstance(size, (int, float)) and not isinstance(size, bool)
+    if size is not None and not (number and size > 0 and math.isfinite(size)):
+        return [rule]
+    if size is not None and remat is not None:
+        return [f"memory={memory!r} chooses what is recomputed, and so does remat={remat!r}: leave one out"]
+    return []
 
 
 # --------------------------------------------------------------------------------------------------
@@ -400,7 +438,11 @@ class Plan:
         each, which gathers what it needs; what cannot be done so is refused. "whole": gradients, parameters and state are
         gathered for the update.
       offload: what rests in host memory.
-      remat: what the backward recomputes, unit by unit: None, "full", or "selective" (all but weight multiplications).
+      remat: what the backward recomputes, unit by unit: None, "full", "selective" (all but weight multiplications), or all but
+        what is named: regular expressions of names (`checkpoint_name`) and paths of weights that products read; a policy of
+        `jax.checkpoint_policies`; or what each unit keeps, as `memory` chooses it. Sums over ranks are kept.
+      memory: bytes of a device that a step may have ("76GiB"), or a share of it (0.9): what each unit keeps is found so that
+        the step fits and repeats least. The compiled step is measured, and refused where it does not fit.
       batch_stats: "global" joins BatchNorm statistics over all ranks and keeps buffers equal; "local" leaves every rank
         its own statistics, as PyTorch does.
       broadcast_buffers: with `batch_stats="local"`: True gives every rank the first rank's buffers after each step, False
@@ -427,6 +469,7 @@ class Plan:
     update: Literal["shards", "whole"] = "shards"
     offload: CPUOffload = CPUOffload.NONE
     remat: Remat = None
+    memory: Memory = None
     batch_stats: Literal["global", "local"] = "global"
     broadcast_buffers: bool = True
     draws: Literal["shards", "rows"] = "shards"
@@ -442,8 +485,9 @@ class Plan:
             problems.append(f"offload={self.offload!r} must be an ax.CPUOffload or one of {offloads}")
         else:
             object.__setattr__(self, "offload", CPUOffload(self.offload))
-        if problem := checked_remat(self.remat):
-            problems.append(problem)
+        remat, wrong = checked_remat(self.remat)
+        object.__setattr__(self, "remat", remat)
+        problems += [*wrong, *checked_memory(self.memory, self.remat)]
         whole = isinstance(self.accumulate, Integral) and not isinstance(self.accumulate, bool)
         if not whole or not 1 <= self.accumulate < 2**31:
             problems.append(f"accumulate={self.accumulate!r} must be a positive whole number below 2**31")

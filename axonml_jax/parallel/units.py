@@ -1,7 +1,8 @@
 """ZeRO-3's units: gathered where they are used, replayed in the backward, recomputed, overlapped."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,8 +12,8 @@ import jax.numpy as jnp
 from axonml_jax.base import PyTree, named_leaves
 from axonml_jax.collectives.gradients import Partial, assign_buckets
 from axonml_jax.collectives.primitives import vary, vary_like
-from axonml_jax.compat.order import Saved, SaveWhere, require_policies, together, vjp_without
-from axonml_jax.compat.varying_types import varying_axes
+from axonml_jax.compat.order import Saved, SaveWhere, policies_are_asked, require_policies, together, vjp_without
+from axonml_jax.compat.varying_types import shape_of, varying_axes
 from axonml_jax.mesh.axes import AxisNames
 from axonml_jax.model.view import Functional
 from axonml_jax.parallel.placement import Placement, accumulating, lacking, load, moment, parts_of, wire_itemsize
@@ -26,8 +27,10 @@ from axonml_jax.program.cut import (
     cut,
     mark,
     prelude_of,
+    products_and_sums,
     run_named,
     sink,
+    sums,
 )
 from axonml_jax.program.program import (
     Equation,
@@ -195,6 +198,7 @@ class Body:
       inputs: numbers of everything else it reads.
       outputs: numbers of what is read elsewhere.
       avals: the abstract value of every number.
+      names: by which checkpoint policies know values, by number.
     """
 
     prelude: Prelude
@@ -202,12 +206,25 @@ class Body:
     inputs: Sequence[int]
     outputs: Sequence[int]
     avals: Mapping[int, Any]
+    names: Mapping[int, str] = field(default_factory=dict)
 
     def apply(self, weights: Values, inputs: Values) -> Values:
         """The outputs."""
         env = {number: inputs[number] for number in self.inputs} | self.prelude.apply(weights)
-        run_named(self.equations, env)
+        run_named(self.equations, env, self.names)
         return {number: env[number] for number in self.outputs}
+
+    def work(self) -> tuple[Callable, Sequence[Any], Sequence[int]]:
+        """It as a function of a list, the shapes that it is given, and which of them have a gradient: for `graph_of`."""
+        numbers = [*self.inputs, *self.prelude.weights]
+
+        def run(*values: Any) -> list[Any]:
+            given = dict(zip(numbers, values, strict=True))
+            made = self.apply({n: given[n] for n in self.prelude.weights}, {n: given[n] for n in self.inputs})
+            return [made[number] for number in self._varied_outputs]
+
+        moving = [i for i, number in enumerate(numbers) if number in self._varied]
+        return run, [shape_of(self.avals[number]) for number in numbers], moving
 
     def forward(
         self, weights: Values, inputs: Values, again: Iterable[int], transform: Transform
@@ -218,7 +235,7 @@ class Body:
 
         def work(*values):
             inner = env | dict(zip(moving, values, strict=True))
-            run_named(self.equations, inner)
+            run_named(self.equations, inner, self.names)
             outputs = {number: inner[number] for number in self.outputs}
             varied = [outputs[number] for number in self._varied_outputs]
             return varied, {number: value for number, value in outputs.items() if number not in self._varied}
@@ -622,9 +639,36 @@ def transform_of(remat: Remat, *, apart: bool = False) -> Callable[[Callable], C
         return lambda work: work
     if remat is None:
         require_policies()
-    products = jax.checkpoint_policies.save_only_these_names(PRODUCTS, PRODUCT_PARTS)
-    policy = {None: SaveWhere(all_but_elementwise), "selective": products, "full": None}[remat]
+    if policies_are_asked():
+        policy = SaveWhere({None: all_but_elementwise, "selective": products_and_sums, "full": sums}[remat])
+    else:  # by names alone: what is summed over ranks inside of gradients of its own is sent again
+        names = () if remat == "full" else (PRODUCTS, PRODUCT_PARTS)
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
     return lambda work: jax.checkpoint(work, policy=policy, prevent_cse=not apart)
+
+
+def transforms_of(
+    remat: Any, pieces: Cut, parts: list, names: Sequence[str], grads: Sequence[int]
+) -> tuple[list, list[Transform]]:
+    """The parts of a program, and what a plan's recomputation makes of each.
+
+    Args:
+      remat: a word, a policy of JAX's, or who says what each unit keeps (`recompute.py`).
+      pieces: the program in segments.
+      parts: what runs each segment.
+      names: of the weights.
+      grads: bytes of each weight's gradient.
+    """
+    if isinstance(remat, str) or remat is None:
+        return parts, [transform_of(remat, apart=isinstance(part, UnitLoop)) for part in parts]
+    if callable(remat):
+        return parts, [
+            partial(jax.checkpoint, policy=remat, prevent_cse=not isinstance(part, UnitLoop)) for part in parts
+        ]
+    from axonml_jax.parallel.recompute import ByNames, chosen
+
+    require_policies()
+    return chosen(ByNames(remat) if isinstance(remat, tuple) else remat, pieces, parts, names, grads)
 
 
 def recomputed(loss: Callable, model: Functional, wrap: Wrap, remat: Remat, params: PyTree, args: tuple) -> Callable:
@@ -647,8 +691,9 @@ def recomputed(loss: Callable, model: Functional, wrap: Wrap, remat: Remat, para
         return loss(treedef.unflatten(weights), *args)
 
     groups = lambda: list(units(names, wrap, model.module_types()).values())
-    pieces = cut(flat, leaves, args, units=groups, trained=len(leaves), sliceable=range(len(leaves)))
+    pieces = cut(flat, leaves, args, units=groups, trained=len(leaves), sliceable=range(len(leaves)), narrow=True)
     parts = [part_of(segment, pieces) for segment in pieces.segments]
+    parts, transforms = transforms_of(remat, pieces, parts, names, [leaf.size * leaf.dtype.itemsize for leaf in leaves])
     whole = Slices(lambda weights, shards, tie: (list(shards), tie), lambda weights, grads: list(grads))
     number = pieces.program.inputs
 
@@ -656,10 +701,9 @@ def recomputed(loss: Callable, model: Functional, wrap: Wrap, remat: Remat, para
         weights = jax.tree.leaves(params)
         env = dict(pieces.program.constants)
         env |= zip(number[len(weights) :], jax.tree.leaves(args), strict=True)
-        for segment, part in zip(pieces.segments, parts, strict=True):
+        for segment, part, transform in zip(pieces.segments, parts, transforms, strict=True):
             own = {number[w]: weights[w] for w in segment.weights}
             inputs = {n: env[n] for n in segment.inputs}
-            transform = transform_of(remat, apart=isinstance(part, UnitLoop))
             if isinstance(part, UnitLoop):
                 stacks = {w: weights[w] for w in segment.scanned.values()}
                 env |= part.apply(own, inputs, stacks, whole, transform)
@@ -728,12 +772,17 @@ def check_units(placement: Placement, model: Functional) -> None:
 class _Run:
     """One loss cut into segments, on one rank's shards."""
 
-    def __init__(self, placement: Placement, shards: list, layouts: list[Layout], trained: int, cut: Cut, args: list):
+    def __init__(
+        self, placement: Placement, shards: list, layouts: list[Layout], trained: int, cut: Cut, args: list,
+        names: list[str],
+    ):  # fmt: skip
         self.placement, self.shards, self.layouts, self.trained, self.cut = placement, shards, layouts, trained, cut
         assert placement.at_use is not None
         self.prefetch = placement.at_use.prefetch
         self.inputs = dict(cut.program.constants) | dict(zip(cut.program.inputs[len(shards) :], args, strict=True))
         self.parts = [part_of(segment, cut) for segment in cut.segments]
+        sizes = [math.prod(layout.shard) * layout.dtype.itemsize for layout in layouts]
+        self.parts, self.transforms = transforms_of(placement.plan.remat, cut, self.parts, names, sizes)
         self.slices = Slices(self._read_slices, self._sync_slices, self.prefetch)
 
     @staticmethod
@@ -756,20 +805,22 @@ class _Run:
 
         sliceable = [i for i, layout in enumerate(layouts) if layout.shape and layout.parts[0] == 1]
         read = placement.read(shards, layouts)  # for its shapes and types; nothing depends on the values
-        pieces = cut(flat, read, args, units=groups, trained=len(trained), sliceable=sliceable)
-        return _Run(placement, shards, layouts, len(trained), pieces, jax.tree.leaves(args))
+        pieces = cut(
+            flat, read, args, units=groups, trained=len(trained), sliceable=sliceable,
+            narrow=placement.plan.remat is not None,
+        )  # fmt: skip
+        return _Run(placement, shards, layouts, len(trained), pieces, jax.tree.leaves(args), names)
 
     def forward(self, keep: bool) -> tuple[Any, list[Any]]:
         """The results, and per segment what its backward needs."""
         env, held, saved = dict(self.inputs), {}, []
-        remat = self.placement.plan.remat
         for i, (segment, part) in enumerate(zip(self.cut.segments, self.parts, strict=True)):
             entering = {number: env[number] for number in segment.inputs}
             due = [w for w in self._ahead(i, 1) if w not in held]
             read, entering = self._read(due, entering)
             held |= read
             weights = self._weights(segment, held)
-            transform = transform_of(remat, apart=isinstance(part, UnitLoop))
+            transform = self.transforms[i]
             if isinstance(part, UnitLoop):
                 own = {w: self.shards[w] for w in segment.scanned.values()}
                 if keep:

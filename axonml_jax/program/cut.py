@@ -3,6 +3,9 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -109,17 +112,37 @@ def all_but_elementwise(result: Saveable) -> bool:
     return not is_redone(name) and not _complex(result)
 
 
-def run_named(equations: Iterable[Equation], env: MutableMapping[int, Any]) -> None:
-    """`run`, with results named that a checkpoint policy may keep: those of weight multiplications and convolutions.
+def sums(result: Saveable) -> bool:
+    """Whether a result is a sum over ranks: kept by every policy, as no backward should send what its forward has sent.
+
+    A sum takes a row per token. What is gathered takes as many times its part as there are ranks: it is sent again.
+    """
+    makers = [rule_of(name).sends for name in result.made_by]
+    return any(sends is not None and sends[0] in ("all_reduce", "reduce_scatter") for sends in makers)
+
+
+def products_and_sums(result: Saveable) -> bool:
+    """Whether a result is kept where all is made again but weight multiplications, whose results `run_named` names."""
+    return sums(result) or result.given_name in (PRODUCTS, PRODUCT_PARTS)
+
+
+def run_named(
+    equations: Iterable[Equation], env: MutableMapping[int, Any], names: Mapping[int, str] = MappingProxyType({})
+) -> None:
+    """`run`, with results named that a checkpoint policy may keep: those in `names`, or of weight multiplications.
 
     Complex ones are joined of parts, and these are named, whatever made them: `jax.checkpoint` can keep real numbers alone
     (it passes what it keeps through `reduce_precision`, which complex ones do not have).
     """
-    run(equations, env, _named_results)
+    run(equations, env, partial(_named_results, names))
 
 
-def _named_results(equation: Equation, operands: Sequence[Any]) -> Sequence[Any] | None:
+def _named_results(names: Mapping[int, str], equation: Equation, operands: Sequence[Any]) -> Sequence[Any] | None:
     op = equation.op
+    if names:
+        own = [names.get(number) for number in equation.outputs]
+        made = op.bind(operands) if any(own) else None
+        return made and [_named(value, name) if name else value for value, name in zip(made, own, strict=True)]
     weighs = op.name == "conv_general_dilated" or (op.name == "dot_general" and not any(op.contraction.batched))
     if not is_redone(op.name) and any(
         jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in (*op.given, *op.made)
@@ -379,6 +402,7 @@ def cut(
     units: Callable[[], Iterable[Sequence[int]]],
     trained: int,
     sliceable: Collection[int],
+    narrow: bool = False,
 ) -> Cut:
     """Trace `fun(weights, *args)` and cut it.
 
@@ -390,6 +414,7 @@ def cut(
         find their own place.
       trained: how many of the first weights are differentiated; the rest are frozen.
       sliceable: the weights of which a scan may read one slice at a time.
+      narrow: end a unit where least is handed on, as recomputation wants it; else where the next one reads weights.
     """
 
     def results(weights: Sequence[jax.Array], *args):
@@ -403,6 +428,8 @@ def cut(
     marks = mark(program, {number: i for i, number in enumerate(program.inputs[: len(weights)])})
     scanned = _scanned(program, marks, sliceable)
     pieces = _pieces(marks, scanned, units())
+    if narrow:
+        _narrow(program, marks, scanned, pieces)
     segments = _segments(program, marks, scanned, pieces)
     first, last = {}, {}
     for i, segment in enumerate(segments):
@@ -453,6 +480,40 @@ def _pieces(marks: Marks, scanned: Mapping, units: Iterable[Sequence[int]]) -> l
             pieces.append([])
         pieces[-1].append(position)
     return pieces
+
+
+def _narrow(program: Program, marks: Marks, scanned: Mapping, pieces: list[list[int]]) -> None:
+    """Moves the ends of pieces, in place, to where the fewest bytes are handed on, of those places after their last weight.
+
+    What follows a block's last weight may be the beginning of the next block: a norm up to its weight. With the block it would
+    have to be made again from the block's last product.
+    """
+    order = {position: i for i, position in enumerate(marks.work)}
+    last_read = dict.fromkeys(names_of(program.outputs), len(order))
+    for position, i in order.items():
+        for number in program.equations[position].read:
+            last_read[number] = max(last_read.get(number, -1), i)
+
+    def handed(piece: Sequence[int]) -> list[int]:
+        """Bytes that are made in a piece and read later, if it ends after each of its equations."""
+        live, ends, sizes = 0, {}, []
+        for position in piece:
+            for number in program.equations[position].outputs:
+                size, end = program.avals[number], last_read.get(number, -1)
+                size = size.size * size.dtype.itemsize
+                if end > order[position]:
+                    live, ends[end] = live + size, ends.get(end, 0) + size
+            live -= ends.pop(order[position], 0)
+            sizes.append(live)
+        return sizes
+
+    for piece, after in pairwise(pieces):
+        weighs = [i for i, position in enumerate(piece) if marks.used[position]]
+        if piece[0] in scanned or after[0] in scanned or not weighs:
+            continue
+        sizes = handed(piece)
+        end = min(range(weighs[-1], len(piece)), key=sizes.__getitem__) + 1
+        after[:0], piece[end:] = piece[end:], []
 
 
 def _segments(program: Program, marks: Marks, scanned: Mapping, pieces: Sequence[Sequence[int]]) -> list[Segment]:

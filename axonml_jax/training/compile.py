@@ -149,6 +149,12 @@ class Compiled:
         self._reading = placements_read if anew else self._reading
         return anew
 
+    def compile(self, *args: Any) -> Any:
+        """The program that a call with such arguments runs; of one that has `accept`."""
+        self.trace(*args)  # says how placements are read
+        with self._reading():
+            return self._accepted_for(self._choose(args, {}), args, {})
+
     @property
     def compilations(self) -> int:
         """How many programs were compiled for calls."""

@@ -278,6 +278,11 @@ def gradients(
 
     Communicates: what the plan's strategies do, once, and one small all-reduce for loss and metrics.
     """
+    if placement.plan.memory is not None:
+        raise ValueError(
+            f"memory={placement.plan.memory!r} is kept to by trainer.step and ax.make_train_step, whose compiled step is "
+            "measured; for gradients of one's own say what is kept: remat=trainer.recompute"
+        )
     count = placement.plan.microbatches
     parts = Parts(count * (placement.ranks(placement.axes.rows) if sync else 1), scale)
     engine = engine_of(placement, sync)(objective, placement, parts, sync, left_out)

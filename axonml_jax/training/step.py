@@ -70,7 +70,13 @@ class TrainStep:
         self.objective = objective_of(model, loss_fn, placement, training, trains=True)
         self._returned: tuple[int, ...] = ()  # parts of the last state, which are not looked through again
         on_cpu = compiler_options(placement, mesh)
-        self._compiled = Compiled(self._whole, mesh, accept, donate_argnums=0, compiler_options=on_cpu)
+        options = {"donate_argnums": 0, "compiler_options": on_cpu}
+        if placement.plan.memory is None:
+            self._compiled: Any = Compiled(self._whole, mesh, accept, **options)
+        else:
+            from axonml_jax.training.budget import Budgeted
+
+            self._compiled = Budgeted(self, mesh, accept, **options)
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """Make one update. It may be called inside of `jax.jit` and `jax.lax.scan`, whose program it then is a part of.
@@ -98,6 +104,12 @@ class TrainStep:
             metrics = handed_back(metrics)
         self._returned = _parts(state)
         return state, metrics
+
+    @property
+    def recompute(self) -> Any:
+        """What units keep for their backward: what the plan says, or what was chosen for the last step, within its `memory`."""
+        plan = self.placement.plan
+        return plan.remat if plan.memory is None else self._compiled.found
 
     def check(self, batch: PyTree) -> None:
         """Refuse a batch, of arrays or shapes, that a step cannot take (see `check_batch`)."""

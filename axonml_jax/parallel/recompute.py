@@ -1,0 +1,338 @@
+"""What a plan keeps, unit by unit: by names, by a budget of bytes, or as chosen before. `units.py` runs it."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+import jax
+
+from axonml_jax.base import size_in_words
+from axonml_jax.compat.order import SaveWhere
+from axonml_jax.program.program import rule_of
+from axonml_jax.program.recompute import (
+    KEEP,
+    KERNELS,
+    Keeps,
+    Piece,
+    Price,
+    Rates,
+    choose,
+    front,
+    graph_of,
+    peak,
+)
+
+# --------------------------------------------------------------------------------------------------
+# The choice as a value: it prints, compares, and goes into configurations.
+# --------------------------------------------------------------------------------------------------
+
+EVERYTHING = "everything"
+"""What a unit keeps that is not recomputed, in a configuration."""
+
+
+@dataclass(frozen=True)
+class UnitChoice:
+    """What one unit keeps for its backward.
+
+    Attributes:
+      name: the path of its module.
+      keep: labels of values that are kept: the path of the weight that a product reads, a `checkpoint_name`, or an operation;
+        None: whatever the backward reads.
+      again: labels of values that are made again.
+      trips: how many times it runs, in a scan.
+      bytes: kept, in all trips, beside what it is given.
+      flops: of products that are done twice, in all trips.
+      seconds: of what is done twice, in all trips.
+    """
+
+    name: str
+    keep: tuple[str, ...] | None
+    again: tuple[str, ...] = field(default=(), compare=False)
+    trips: int = field(default=1, compare=False)
+    bytes: int = field(default=0, compare=False)
+    flops: int = field(default=0, compare=False)
+    seconds: float = field(default=0.0, compare=False)
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What every unit of a program keeps for its backward; all else is made again.
+
+    Attributes:
+      units: in the order of the forward.
+      live: bytes that are predicted to be live at the fullest moment of the backward, beside what rests; None: nobody asked.
+
+    >>> print(Recompute((UnitChoice("blocks/0", ("mlp/up/kernel",), ("mlp/down/kernel",), 1, 2048, 64, 1e-6),)))
+    unit      kept           again            bytes    FLOPs  seconds
+    blocks/0  mlp/up/kernel  mlp/down/kernel  2.0 KiB  64     1e-06
+    """
+
+    units: tuple[UnitChoice, ...]
+    live: int | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, named: Mapping[str, Any]) -> "Recompute":
+        """What a configuration says: the unit's path -> labels, or "everything"."""
+        one = lambda keep: None if keep == EVERYTHING else tuple(keep)
+        return cls(tuple(UnitChoice(name, one(keep)) for name, keep in named.items()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `of` takes it."""
+        return {unit.name: EVERYTHING if unit.keep is None else list(unit.keep) for unit in self.units}
+
+    @property
+    def flops(self) -> int:
+        """Of products that are done twice."""
+        return sum(unit.flops for unit in self.units)
+
+    @property
+    def seconds(self) -> float:
+        """Of all that is done twice."""
+        return sum(unit.seconds for unit in self.units)
+
+    def __str__(self) -> str:
+        rows = [("unit", "kept", "again", "bytes", "FLOPs", "seconds")]
+        alike = lambda unit: (unit.keep, unit.again, unit.trips, unit.bytes, unit.flops)
+        for _, group in groupby(self.units, alike):
+            first, *others = group
+            name = f"{first.name} .. {others[-1].name}" if others else first.name
+            number = 1 + len(others)
+            rows.append(
+                (
+                    name + (f" x {first.trips}" if first.trips > 1 else ""),
+                    EVERYTHING if first.keep is None else ", ".join(first.keep) or "nothing",
+                    ", ".join(first.again) or "nothing",
+                    size_in_words(number * first.bytes),
+                    f"{number * first.flops:,}",
+                    f"{number * first.seconds:.3g}",
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        padded = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+        return "\n".join(line.rstrip() for line in padded)
+
+    def choice(self, units: "Sequence[Unit]") -> "Recompute":
+        """Itself, for a program that has these units.
+
+        Raises:
+          ValueError: naming units and labels that are not there.
+        """
+        there, own = [unit.name for unit in units], {unit.name: unit for unit in self.units}
+        missing = [name for name in own if name not in there]
+        unknown = {
+            unit.name: wrong
+            for unit in units
+            if unit.name in own and (wrong := set(own[unit.name].keep or ()) - set(unit.labels))
+        }
+        if missing or unknown:
+            raise ValueError(
+                f"remat names units {missing} and values {unknown} that this program lacks; it has the units {there}, with the "
+                f"values {sorted({label for unit in units for label in unit.labels})}: choose again with memory="
+            )
+        return replace(self, units=tuple(own.get(name, UnitChoice(name, None)) for name in there))
+
+
+# --------------------------------------------------------------------------------------------------
+# Those who choose: each is asked once while a step is traced.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit as it is asked about.
+
+    Attributes:
+      name: the path of its module.
+      labels: of the values that it may keep.
+      kind: equal for units that are alike.
+      work: for `graph_of`: what one trip does, what it is given, and what of it has a gradient.
+      trips: how many times it runs.
+      plain: whether keeping whatever the backward reads is to be had.
+      entering: bytes of what it is given, and nothing before it was.
+      grads: bytes of gradients that stay when its backward is over.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    kind: Any
+    work: tuple[Callable, Sequence[Any], Sequence[int]]
+    trips: int
+    plain: bool
+    entering: int
+    grads: int
+
+
+@dataclass(frozen=True)
+class ByNames:
+    """Keeps the values whose labels, alone or behind the path of their unit, some regular expression finds."""
+
+    rules: tuple[str, ...]
+
+    def choice(self, units: Sequence[Unit]) -> Recompute:
+        """What each unit keeps.
+
+        Raises:
+          ValueError: for an expression that finds nothing.
+        """
+        found = lambda rule, unit, label: re.search(rule, label) or re.search(rule, f"{unit.name}/{label}")
+        idle = [rule for rule in self.rules if not any(found(rule, u, label) for u in units for label in u.labels)]
+        if idle:
+            every = sorted({label for unit in units for label in unit.labels})
+            raise ValueError(f"remat={list(self.rules)}: {idle} finds none of the values {every}")
+        keep = lambda unit: tuple(
+            label for label in unit.labels if any(found(rule, unit, label) for rule in self.rules)
+        )
+        return Recompute(tuple(UnitChoice(unit.name, keep(unit)) for unit in units))
+
+
+class WithinBytes:
+    """Chooses what repeats least within a number of bytes.
+
+    Args:
+      allowance: bytes for all that comes and goes in a step.
+      rates: of the device.
+      fronts: of kinds of units, where those that another one found are to be had.
+
+    Attributes:
+      found: what was chosen; None before it was asked.
+    """
+
+    def __init__(self, allowance: int, rates: Rates, fronts: dict[Any, list[Price]] | None = None):
+        self.allowance, self.rates = allowance, rates
+        self.found: Recompute | None = None
+        self._fronts = {} if fronts is None else fronts
+
+    def choice(self, units: Sequence[Unit]) -> Recompute:
+        """What each unit keeps."""
+        for unit in units:
+            if (unit.kind, unit.plain) not in self._fronts:
+                self._fronts[unit.kind, unit.plain] = front(graph_of(*unit.work), self.rates, plain=unit.plain)
+        fronts = [self._fronts[unit.kind, unit.plain] for unit in units]
+        pieces = [Piece(own, u.trips, u.entering, u.grads) for u, own in zip(units, fronts, strict=True)]
+        chosen = choose(pieces, self.allowance)
+        if chosen is None:  # what keeps nothing holds least
+            chosen = [min(own, key=lambda price: (price.keep is None, len(price.keep or ()))) for own in fronts]
+        self.found = Recompute(tuple(map(_chosen, units, chosen)), peak(pieces, chosen))
+        return self.found
+
+
+def _chosen(unit: Unit, price: Price) -> UnitChoice:
+    keep = None if price.keep is None else tuple(label for label in (*unit.labels, KERNELS) if label in price.keep)
+    again = () if keep is None else tuple(label for label in unit.labels if label not in keep)
+    n = unit.trips
+    return UnitChoice(unit.name, keep, again, n, n * price.kept, n * price.flops, n * price.seconds)
+
+
+def transform(keep: tuple[str, ...] | None, *, apart: bool) -> Callable[[Callable], Callable]:
+    """What keeping these values makes of the function of a unit."""
+    if keep is None:
+        return lambda work: work
+    policy = SaveWhere(Keeps(frozenset(keep)))
+    return lambda work: jax.checkpoint(work, policy=policy, prevent_cse=not apart)
+
+
+# --------------------------------------------------------------------------------------------------
+# The units of a cut program: their values by name, and what of them is given to whom.
+# --------------------------------------------------------------------------------------------------
+
+_NAMED = ("heavy", "collective", "loop", "random")
+"""Kinds of operations whose results may be kept; what is elementwise is made again for next to nothing."""
+
+
+def chosen(remat: Any, cut: Any, parts: Sequence[Any], names: Sequence[str], grads: Sequence[int]) -> tuple[list, list]:
+    """The parts of a program with their values named, and what is made of each.
+
+    Args:
+      remat: who says what each unit keeps: has `choice(units) -> Recompute`.
+      cut: the program in segments.
+      parts: what runs each segment.
+      names: of the weights, by position.
+      grads: bytes of each weight's gradient, as they stay when a unit's backward is over.
+    """
+    named, units, seen = [], [], set()
+    for i, part in enumerate(parts):
+        part, unit = _named(cut, i, part, names, grads, seen)
+        named.append(part)
+        units.append(unit)
+    found = remat.choice(units).units
+    return named, [transform(choice.keep, apart=not unit.plain) for choice, unit in zip(found, units, strict=True)]
+
+
+def _named(cut: Any, i: int, part: Any, names: Sequence[str], grads: Sequence[int], seen: set[int]) -> tuple[Any, Unit]:
+    segment, loop = cut.segments[i], hasattr(part, "body")
+    body = part.body if loop else part
+    if loop:
+        paths = {part.inner[k]: names[weight] for k, weight in part.scanned.items()}
+    else:
+        paths = {cut.program.inputs[weight]: names[weight] for weight in segment.weights}
+    prefix = _common(list(paths.values())) or f"part {i}"
+    named = _labels(body, {number: path.removeprefix(prefix).strip("/") for number, path in paths.items()})
+    body = replace(body, names={number: KEEP + label for number, label in named.items()})
+    fresh = [number for number in segment.inputs if number not in seen and number not in cut.program.inputs]
+    seen.update(fresh)
+    entering = sum(map(_size, (cut.program.avals[number] for number in fresh)))
+    trips = int(part.options["length"]) if loop else 1
+    if loop:
+        entering += trips * sum(
+            _size(body.avals[part.inner[k]]) for k in range(part.num_consts, part.num_consts + part.num_carry)
+        )
+    last = [w for w in (*segment.weights, *segment.scanned.values()) if cut.first.get(w, i) == i]
+    user = [each.op.label for each in body.equations if each.name == "name" and not each.op.label.startswith("axonml.")]
+    unit = Unit(
+        name=prefix, labels=tuple(dict.fromkeys((*named.values(), *user))), kind=_kind(body, named, loop), work=body.work(),
+        trips=trips, plain=not loop, entering=entering, grads=sum(grads[w] for w in last),
+    )  # fmt: skip
+    return (replace(part, body=body) if loop else body), unit
+
+
+def _common(paths: Sequence[str]) -> str:
+    """The path of the module that all are in."""
+    parts = [path.split("/") for path in paths]
+    same: list[str] = []
+    for column in zip(*(each[:-1] for each in parts), strict=False):
+        if len(set(column)) > 1:
+            break
+        same.append(column[0])
+    return "/".join(same)
+
+
+def _labels(body: Any, paths: Mapping[int, str]) -> dict[int, str]:
+    """A label of every value that may be kept: of a product the path of its weight, of all others the operation."""
+    made_of = dict(paths)
+    for each in body.prelude.equations:
+        if origin := next((made_of[number] for number in each.read if number in made_of), None):
+            made_of |= dict.fromkeys(each.outputs, origin)
+    found: dict[int, str] = {}
+    count: dict[str, int] = {}
+    for each in body.equations:
+        if rule_of(each.name).kind not in _NAMED and not each.name.startswith("custom_"):
+            continue
+        label = next((made_of[number] for number in each.read if number in made_of), each.name)
+        for number in each.outputs:
+            count[label] = count.get(label, 0) + 1
+            found[number] = label if count[label] == 1 else f"{label}:{count[label]}"
+    return found
+
+
+def _kind(body: Any, named: Mapping[int, str], loop: bool) -> Any:
+    """Equal for bodies that do the same on arrays of the same sizes."""
+    place: dict[int, int] = {}
+    number = lambda atom: place.setdefault(atom, len(place)) if isinstance(atom, int) else str(atom)
+    does = tuple(
+        (
+            each.name,
+            tuple(map(number, each.inputs)),
+            tuple((number(n), str(body.avals[n]), named.get(n)) for n in each.outputs),
+        )
+        for each in body.equations
+    )
+    return loop, does, tuple(map(number, body.outputs))
+
+
+def _size(aval: Any) -> int:
+    try:
+        return aval.size * aval.dtype.itemsize
+    except AttributeError:
+        return 0

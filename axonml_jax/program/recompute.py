@@ -1,0 +1,425 @@
+"""What a piece of work keeps for its backward, at what price in memory and work: sets of values, priced on its own graph."""
+
+import functools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from axonml_jax.compat.jaxpr import live, trace
+from axonml_jax.compat.order import Saveable
+from axonml_jax.program.cut import sums
+from axonml_jax.program.program import Equation, Program, forward, names_of, read_program, rule_of
+
+KEEP = "axonml.keep:"
+"""What the names begin with by which a checkpoint policy knows values that a choice may keep."""
+
+KERNELS = "kernels"
+"""The label of everything at once that has no name: what kernels and other operations without a rule make."""
+
+
+class Rates(NamedTuple):
+    """What a device does in a second.
+
+    Attributes:
+      flops: of products.
+      bandwidth: bytes to and from its memory.
+      link: bytes to and from other devices.
+    """
+
+    flops: float
+    bandwidth: float
+    link: float
+
+
+class Price(NamedTuple):
+    """One set of values to keep, of one piece of work.
+
+    Attributes:
+      keep: labels of what is kept; None: whatever the backward reads, as without recomputation.
+      kept: bytes that stay from the forward to the backward.
+      fullest: bytes that the backward holds beside them at its fullest, what is made again among them.
+      flops: of products that are done twice.
+      seconds: of all that is done twice.
+    """
+
+    keep: frozenset[str] | None
+    kept: int
+    fullest: int
+    flops: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Keeps:
+    """Whether a result is kept, where values of these labels are, as `SaveWhere` asks. Sums over ranks always are."""
+
+    labels: frozenset[str]
+
+    def __call__(self, result: Saveable) -> bool:
+        """The answer."""
+        if (name := result.given_name) is not None:
+            return name.removeprefix(KEEP) in self.labels
+        return sums(result) or (KERNELS in self.labels and any(map(_opaque, result.made_by)))
+
+
+def _opaque(name: str) -> bool:
+    """Whether an operation has no rule, such as a kernel: no name can be given inside of its gradients."""
+    return rule_of(name).kind == "opaque"
+
+
+# --------------------------------------------------------------------------------------------------
+# The graph: a forward and its backward in one program, of which everything but the operations is forgotten.
+# --------------------------------------------------------------------------------------------------
+
+_PLACED = "name reshape squeeze expand_dims broadcast_in_dim transpose convert_element_type copy pvary stop_gradient"
+_ALIASES = frozenset(_PLACED.split())  # another form of one value, which compilers make where it is read
+
+
+class _Op(NamedTuple):
+    """An operation: what it reads and makes, by number, and what it costs."""
+
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    flops: int
+    moved: int
+    sent: int
+    fuses: bool
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Of one piece of work, differentiated.
+
+    Attributes:
+      ops: forward and backward, in order.
+      backward: from which of them on they are the backward's; those before are the forward's.
+      sizes: bytes of every value; 0 for another form of one, or what is part of the next operation.
+      read: values of the forward that the backward reads.
+      labels: of the values that may be kept.
+      always: values that are kept whatever is chosen: inputs, constants, sums over ranks.
+      given: bytes of what the piece is given.
+    """
+
+    ops: tuple[_Op, ...]
+    backward: int
+    sizes: Mapping[int, int]
+    read: frozenset[int]
+    labels: Mapping[str, tuple[int, ...]]
+    always: frozenset[int]
+    sums: frozenset[int]
+
+    @cached_property
+    def _maker(self) -> dict[int, int]:
+        return {number: i for i, op in enumerate(self.ops[: self.backward]) for number in op.makes}
+
+    def bytes_of(self, label: str) -> int:
+        """Of the values with a label."""
+        return sum(self.sizes[number] for number in self.labels[label])
+
+    def price(self, keep: frozenset[str] | None, rates: Rates) -> Price:
+        """Of one set."""
+        if keep is None:
+            kept = sum(self.sizes[number] for number in self.read - self.always)
+            return Price(None, kept, self._fullest((), self.read | self.always), 0, 0.0)
+        stop = self.always | self.sums | {number for label in keep for number in self.labels[label]}
+        again, found, used = set(), list(self.read), set()
+        while found:
+            number = found.pop()
+            if number in stop or number not in self._maker:
+                used.add(number)
+            elif (maker := self._maker[number]) not in again:
+                again.add(maker)
+                found += self.ops[maker].reads
+        kept = sum(self.sizes[number] for number in used - self.always)
+        ops = [self.ops[i] for i in sorted(again)]
+        flops = sum(op.flops for op in ops)
+        seconds = sum(
+            op.flops / rates.flops + op.sent / rates.link + (0 if op.fuses else op.moved / rates.bandwidth)
+            for op in ops
+        )
+        return Price(keep, kept, self._fullest(sorted(again), used), flops, seconds)
+
+    def _fullest(self, again: Iterable[int], there: Collection[int]) -> int:
+        """Bytes at the fullest moment of a backward that does some operations again, beside what is there."""
+        order = [*(self.ops[i] for i in again), *self.ops[self.backward :]]
+        last = {number: i for i, op in enumerate(order) for number in op.reads}
+        made = {number for op in order for number in op.makes}
+        live, most, ends = 0, 0, {}
+        for i, op in enumerate(order):
+            for number in op.makes:
+                if number in there:
+                    continue
+                live += self.sizes[number]
+                if number in last:
+                    ends.setdefault(last[number], []).append(number)
+            ended = sum(self.sizes[number] for number in ends.pop(i, ()) if number in made)
+            most = max(most, live - (ended if op.fuses else 0))  # written in the place of what it reads last
+            live -= ended
+        return most
+
+
+def graph_of(work: Callable[..., Sequence[Any]], given: Sequence[Any], moving: Sequence[int]) -> Graph:
+    """The graph of `work(*given)`, whose values are named as `Keeps` knows them.
+
+    Args:
+      work: returns a list of what has a gradient.
+      given: arrays, tracers or their shapes; values do not count.
+      moving: which of them it is differentiated for.
+    """
+
+    def differentiated(given: Sequence[Any]) -> tuple[Any, Any]:
+        def of_moving(*values: Any) -> list[Any]:
+            every = list(given)
+            for i, value in zip(moving, values, strict=True):
+                every[i] = value
+            return list(work(*every))
+
+        return jax.vjp(of_moving, *(given[i] for i in moving))
+
+    out = jax.eval_shape(lambda given: differentiated(given)[0], list(given))
+
+    def both(given: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, Any]:
+        out, pull = differentiated(given)
+        return pull(list(cotangents)), out
+
+    program = read_program(live(trace(both, list(given), out).jaxpr))
+    return _graph(program, len(given))
+
+
+def _graph(program: Program, num_given: int) -> Graph:
+    starts = [i >= num_given for i in range(len(program.inputs))]
+    any_of = lambda equation, operands: [any(operands)] * len(equation.outputs)
+    of_backward = forward(program, starts, any_of, False)
+    late = lambda equation: any(of_backward.get(number, False) for number in equation.read)
+    first = [each for each in program.equations if not late(each)]
+    second = [each for each in program.equations if late(each)]
+    made = {number for each in first for number in each.outputs}
+    read = {number for each in second for number in each.read if number in made}
+    sizes = _sizes(program, first, second)
+    roots = _roots(program)
+    of_root = lambda numbers: tuple(dict.fromkeys(roots.get(number, number) for number in numbers))
+    labels: dict[str, tuple[int, ...]] = {}
+    for each in first:
+        if each.name == "name" and (each.op.label.startswith(KEEP) or not each.op.label.startswith("axonml.")):
+            labels[each.op.label.removeprefix(KEEP)] = of_root(each.outputs)
+        elif _opaque(each.name):
+            labels[KERNELS] = (*labels.get(KERNELS, ()), *each.outputs)
+    op = partial(_op, program, of_root)
+    ops = tuple(op(each) for each in (*first, *second) if each.name not in _ALIASES)
+    summed = {number for each in first if _sums(each) for number in each.outputs}
+    return Graph(
+        ops, sum(each.name not in _ALIASES for each in first), sizes, frozenset(of_root(read)), labels,
+        frozenset((*program.inputs, *program.constants)), frozenset(of_root(summed)),
+    )  # fmt: skip
+
+
+def _sums(each: Equation) -> bool:
+    sends = rule_of(each.name).sends
+    return sends is not None and sends[0] in ("all_reduce", "reduce_scatter")
+
+
+def _roots(program: Program) -> dict[int, int]:
+    """For every other form of a value the value."""
+    found: dict[int, int] = {}
+    for each in program.equations:
+        if each.name in _ALIASES and len(each.read) == 1:
+            found[each.outputs[0]] = found.get(each.read[0], each.read[0])
+    return found
+
+
+def _sizes(program: Program, first: Sequence[Equation], second: Sequence[Equation]) -> dict[int, int]:
+    """Bytes of every value: none of another form of one, nor of an elementwise result that one operation reads at once."""
+    readers: dict[int, int] = {}
+    for each in (*first, *second):
+        for number in set(each.read):
+            readers[number] = readers.get(number, 0) + 1
+    results = set(names_of(program.outputs))
+    sizes = {number: _bytes(aval) for number, aval in program.avals.items()}
+    made = {number for each in first for number in each.outputs}
+    crossing = {number for each in second for number in each.read if number in made}
+    for each in (*first, *second):
+        fused = rule_of(each.name).kind in ("elementwise", "placing") and not rule_of(each.name).costly
+        for number in each.outputs:
+            alone = fused and readers.get(number, 0) <= 1 and number not in results and number not in crossing
+            if each.name in _ALIASES or alone:
+                sizes[number] = 0
+    return sizes
+
+
+def _bytes(aval: Any) -> int:
+    try:
+        return math.prod(aval.shape) * np.dtype(aval.dtype).itemsize
+    except TypeError:  # typed random keys
+        return 4 * math.prod(aval.shape)
+
+
+def _op(program: Program, of_root: Callable, each: Equation) -> _Op:
+    reads, flops = of_root(each.read), work_of(each)
+    moved = sum(_bytes(aval) for aval in (*each.op.given, *each.op.made))
+    sent = moved if rule_of(each.name).sends is not None else 0
+    kind = rule_of(each.name).kind
+    return _Op(reads, each.outputs, flops, moved, sent, kind in ("elementwise", "placing"))
+
+
+def work_of(each: Equation) -> int:
+    """FLOPs of products in an equation; in loops of every trip, in branches of the dearest one, in while loops of one trip."""
+    if each.name == "dot_general":
+        sides, _ = each.op.contraction
+        contracted = math.prod(each.op.given[0].shape[dim] for dim in sides[0])
+        return 2 * contracted * math.prod(each.op.made[0].shape)
+    if each.name == "conv_general_dilated":
+        kernel, made = each.op.given[1], each.op.made[0]
+        spec = each.op.options["dimension_numbers"].rhs_spec
+        return 2 * math.prod(made.shape) * math.prod(kernel.shape) // max(1, kernel.shape[spec[0]])
+    within = [sum(map(work_of, body.equations)) for body in each.bodies]
+    if each.op.scan is not None:
+        return int(each.op.scan.options["length"]) * sum(within)
+    return max(within, default=0)
+
+
+# --------------------------------------------------------------------------------------------------
+# The front: the sets of which no other keeps less, holds less and repeats less.
+# --------------------------------------------------------------------------------------------------
+
+EXCHANGES = 2
+"""Rounds in which neighbours of the best sets are tried."""
+
+MOST_LABELS = 16
+"""So many of the largest values are told apart; the others are kept or not all together."""
+
+
+def front(graph: Graph, rates: Rates, *, plain: bool) -> list[Price]:
+    """Sets worth having, from what repeats least to what keeps least.
+
+    Greedily, adding to nothing and taking from everything; then of the best ones every neighbour, with one value more, one
+    less, or one in another's place.
+
+    Args:
+      graph: of the work.
+      rates: of the device.
+      plain: whether keeping whatever the backward reads is to be had.
+    """
+    price = functools.cache(partial(graph.price, rates=rates))
+    large = sorted(graph.labels, key=graph.bytes_of, reverse=True)
+    together = [frozenset((label,)) for label in large[:MOST_LABELS]]
+    together += [frozenset(large[MOST_LABELS:])] if large[MOST_LABELS:] else []
+    found = [price(None)] if plain else []
+    for start, change in ((frozenset(), frozenset.union), (frozenset(large), frozenset.difference)):
+        now, left = price(start), list(together)
+        found.append(now)
+        while left:
+            tried = [(price(change(now.keep, each)), each) for each in left]
+            now, taken = min(tried, key=lambda pair: _worth(now, pair[0]))
+            left.remove(taken)
+            found.append(now)
+    for _ in range(EXCHANGES):
+        found = _best(found)
+        known = {each.keep for each in found}
+        found += [price(keep) for keep in {n for own in found for n in _neighbours(own.keep, together)} - known]
+    return _best(found)
+
+
+def _neighbours(keep: frozenset[str] | None, together: Sequence[frozenset[str]]) -> Iterator[frozenset[str]]:
+    if keep is None:
+        return
+    out, within = [s for s in together if not s <= keep], [s for s in together if s <= keep]
+    yield from (keep | more for more in out)
+    yield from (keep - less for less in within)
+    yield from (keep - less | more for less in within for more in out)
+
+
+def _worth(before: Price, after: Price) -> tuple:
+    """Seconds per byte: what is least is the best next step, whether it saves seconds or bytes."""
+    held = (after.kept + after.fullest) - (before.kept + before.fullest)
+    seconds = after.seconds - before.seconds
+    if held <= 0 and seconds <= 0:
+        return (0, held, seconds)
+    return (1, seconds / held if held > 0 else seconds / -held, seconds) if held else (1, seconds, 0)
+
+
+def _best(found: Iterable[Price]) -> list[Price]:
+    """Those that no other one is better than in all respects, and the one that keeps nothing."""
+    order = sorted({(each.seconds, each.kept, each.fullest): each for each in found}.values(), key=lambda p: p[1:])
+    order.sort(key=lambda each: (each.seconds, each.kept, each.fullest))
+    best: list[Price] = []
+    for each in order:
+        if not each.keep or not any(own.kept <= each.kept and own.fullest <= each.fullest for own in best):
+            best.append(each)
+    return best
+
+
+# --------------------------------------------------------------------------------------------------
+# One choice for every piece of a program, within a number of bytes.
+# --------------------------------------------------------------------------------------------------
+
+GRAIN = 512
+"""Bytes kept are told apart in so many parts of the budget: a choice may keep that much less than it could."""
+
+
+class Piece(NamedTuple):
+    """One piece of a program, in the order of its forward.
+
+    Attributes:
+      front: what it may keep; the same list for pieces that are alike.
+      trips: how many times it runs, each keeping as much.
+      entering: bytes of what it is given and the backward reads, whatever is chosen.
+      grads: bytes of gradients that its backward leaves until the end.
+    """
+
+    front: Sequence[Price]
+    trips: int = 1
+    entering: int = 0
+    grads: int = 0
+
+
+def choose(pieces: Sequence[Piece], budget: int) -> list[Price] | None:
+    """The choice that repeats least of those with at most `budget` bytes live in every piece's backward; None: there is none.
+
+    While a piece is differentiated what it and those before it keep is live, what those after it left of gradients, and what it
+    holds itself at its fullest. A list of states goes from the first piece on: bytes kept so far, and the fewest seconds.
+    """
+    later = [sum(piece.grads for piece in pieces[i + 1 :]) for i in range(len(pieces))]
+    grain = max(1, budget // GRAIN)
+    states: dict[int, tuple[float, int, tuple]] = {0: (0.0, 0, ())}
+    for piece, after in zip(pieces, later, strict=True):
+        nexts: dict[int, tuple[float, int, tuple]] = {}
+        for seconds, kept, path in states.values():
+            for i, price in enumerate(piece.front):
+                total = kept + piece.entering + piece.trips * price.kept
+                if total + price.fullest + after > budget:
+                    continue
+                slot, time = -(-total // grain), seconds + piece.trips * price.seconds
+                if slot not in nexts or (time, total) < nexts[slot][:2]:
+                    nexts[slot] = (time, total, (path, i))
+        states = _undominated(nexts)
+    if not states:
+        return None
+    _, _, path = min(states.values(), key=lambda state: state[:2])
+    chosen: list[Price] = []
+    for piece in reversed(pieces):
+        path, i = path
+        chosen.append(piece.front[i])
+    return chosen[::-1]
+
+
+def _undominated(states: Mapping[int, tuple[float, int, tuple]]) -> dict[int, tuple[float, int, tuple]]:
+    best, found = math.inf, {}
+    for slot in sorted(states):
+        if states[slot][0] < best:
+            best, found[slot] = states[slot][0], states[slot]
+    return found
+
+
+def peak(pieces: Sequence[Piece], chosen: Sequence[Price]) -> int:
+    """Bytes live at the fullest moment of a choice's backward."""
+    later = [sum(piece.grads for piece in pieces[i + 1 :]) for i in range(len(pieces))]
+    kept, most = 0, 0
+    for piece, price, after in zip(pieces, chosen, later, strict=True):
+        kept += piece.entering + piece.trips * price.kept
+        most = max(most, kept + price.fullest + after)
+    return most

@@ -1,0 +1,190 @@
+"""A step within a number of bytes: what units keep is chosen, compiled, measured, and chosen once more."""
+
+import copy
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from axonml_jax.base import bytes_meant, size_in_words
+from axonml_jax.parallel.recompute import Recompute, WithinBytes
+from axonml_jax.program.recompute import Rates
+from axonml_jax.training.compile import Compiled
+
+logger = logging.getLogger(__name__)
+
+_RATES = {"cpu": Rates(1e11, 2e10, 1e10), "gpu": Rates(5e14, 3e12, 2e11), "tpu": Rates(2e14, 1e12, 1e11)}
+"""Of devices by platform, in round numbers: only how work compares with traffic decides."""
+
+_NEAR = 0.95
+"""A step that fills so much of its budget, or repeats nothing, is not chosen again."""
+
+
+def budget_of(memory: str | float, mesh: Mesh) -> int:
+    """Bytes of a device that a plan's `memory` is.
+
+    Raises:
+      ValueError: for a share of a device that does not say how much it has.
+    """
+    size = bytes_meant(memory) if isinstance(memory, str) else memory
+    if size > 1:
+        return int(size)
+    device = mesh.local_devices[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if not limit:
+        raise ValueError(
+            f"memory={memory!r} is a share of a device, and {device.device_kind} does not say how much memory it has: give "
+            "bytes, as memory='16GiB'"
+        )
+    return int(size * limit)
+
+
+def peak_of(compiled: Any) -> int:
+    """Bytes of a device that a compiled program plans with: arguments, results in no argument's place, and temporaries."""
+    found = compiled.memory_analysis()
+    own = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    return int(own + found.temp_size_in_bytes)
+
+
+class Budgeted:
+    """In the place of a step's `Compiled`: for arrays of each kind the program that fits the plan's `memory`.
+
+    What is chosen from a trace is compiled, and the compiler's plan is read. Where it is above the budget, or leaves much of it
+    while work is repeated, the choice is made again, once, with the difference. Where both are above it, what holds least is
+    compiled: it fits, or the budget is refused.
+
+    Args:
+      step: a `TrainStep`, whose plan has `memory`.
+      mesh: it runs on.
+      accept: called with the program that is taken, before it first runs.
+      options: of `jax.jit`.
+
+    Attributes:
+      found: what the program of the last call keeps; a word under a pipeline, whose stages all keep alike.
+    """
+
+    def __init__(self, step: Any, mesh: Mesh, accept: Callable[[Any], None] | None, **options: Any):
+        self._step, self._mesh, self._accept, self._options = step, mesh, accept, options
+        self._known: dict[Any, tuple[Any, Compiled]] = {}
+        self._fronts: dict[Any, Any] = {}
+        self.found: Recompute | str | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        """Run it."""
+        return self._of(args)(*args)
+
+    def inlined(self, *args: Any) -> Any:
+        """Refuse to be a part of another program.
+
+        Raises:
+          TypeError: with the remedy.
+        """
+        raise TypeError(
+            "memory= measures the step's own compiled program, which is none inside of jax.jit or jax.lax.scan: call the step as "
+            "it is, in a Python loop, or give what it chose, remat=trainer.recompute"
+        )
+
+    def trace(self, *args: Any) -> Any:
+        """As `jax.jit`'s."""
+        return self._of(args).trace(*args)
+
+    def lower(self, *args: Any) -> Any:
+        """As `jax.jit`'s."""
+        return self._of(args).lower(*args)
+
+    @property
+    def compilations(self) -> int:
+        """How many programs were compiled for calls."""
+        return sum(compiled.compilations for _, compiled in self._known.values())
+
+    def _of(self, args: tuple) -> Compiled:
+        leaves, treedef = jax.tree.flatten(args)
+        like = treedef, *((x.shape, x.dtype) for x in leaves)
+        if like not in self._known:
+            self._known[like] = self._decided(args, budget_of(self._step.placement.plan.memory, self._mesh))
+        self.found, compiled = self._known[like]
+        return compiled
+
+    def _decided(self, args: tuple, budget: int) -> tuple[Any, Compiled]:
+        if self._step.placement.stages is not None:
+            tried = [self._first_word(args, budget)]
+        else:
+            tried = self._chosen(args, budget)
+        fitting = [each for each in tried if each[1] <= budget]
+        if not fitting:
+            _, smallest, _, _ = min(tried, key=lambda each: each[1])
+            raise ValueError(
+                f"memory={self._step.placement.plan.memory!r}: this step needs at least {size_in_words(smallest)} "
+                f"({smallest:,} bytes) of a device, with all recomputed that can be, and {budget:,} were given: give as much, "
+                "smaller microbatches (accumulate=), or a plan that splits more (ax.FSDP, more devices)"
+            )
+        found, peak, compiled, program = min(
+            fitting, key=lambda each: (each[0].seconds if _priced(each[0]) else 0.0, each[1])
+        )
+        logger.info("a step of %s in %s keeps\n%s", size_in_words(peak), size_in_words(budget), found)
+        if self._accept is not None:
+            self._accept(program)
+        return found, compiled
+
+    def _chosen(self, args: tuple, budget: int) -> list[tuple]:
+        """What was compiled, in order: the first choice, the second, what holds least."""
+        allowance = budget - _resting(args)
+        tried = [self._within(args, allowance)]
+        first, peak, _, _ = tried[0]
+        if peak <= budget and (first.seconds == 0 or peak > _NEAR * budget):
+            return tried
+        second = self._within(args, allowance + budget - peak, unless=first)
+        tried += [second] if second else []
+        if not any(each[1] <= budget for each in tried) and (smallest := self._within(args, 0, unless=tried[-1][0])):
+            tried.append(smallest)
+        return tried
+
+    def _within(self, args: tuple, allowance: int, unless: Recompute | None = None) -> Any:
+        """The choice within so many bytes, its peak, what runs it and the program; None: it is one that is known."""
+        chooser = WithinBytes(allowance, _RATES[_platform(self._mesh)], self._fronts)
+        compiled = self._with(chooser)
+        compiled.trace(*args)  # asks it; the program that is compiled is of the same trace
+        assert isinstance(chooser.found, Recompute)
+        return None if chooser.found == unless else self._measured(chooser.found, compiled, args)
+
+    def _first_word(self, args: tuple, budget: int) -> tuple:
+        """Of the three words that which repeats least and fits, or the last."""
+        for word in (None, "selective", "full"):
+            tried = self._measured(word, self._with(word), args)
+            if tried[1] <= budget:
+                break
+        return tried
+
+    def _measured(self, remat: Any, compiled: Compiled, args: tuple) -> tuple:
+        program = compiled.compile(*args)
+        return remat, peak_of(program), compiled, program
+
+    def _with(self, remat: Any) -> Compiled:
+        """The step under its plan with this recomputation."""
+        own, placement = copy.copy(self._step), self._step.placement
+        own.placement = replace(placement, plan=replace(placement.plan, memory=None, remat=remat))
+        return Compiled(own._whole, self._mesh, lambda program: None, **self._options)
+
+
+def _priced(found: Any) -> bool:
+    return isinstance(found, Recompute)
+
+
+def _platform(mesh: Mesh) -> str:
+    platform = mesh.devices.flat[0].platform
+    return platform if platform in _RATES else "gpu"
+
+
+def _resting(args: tuple) -> int:
+    """Bytes of a device that arguments take."""
+    total = 0
+    for leaf in jax.tree.leaves(args):
+        sharding = getattr(leaf, "sharding", None)
+        shape = sharding.shard_shape(leaf.shape) if sharding is not None else leaf.shape
+        itemsize = 8 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
+        total += math.prod(shape) * itemsize
+    return total

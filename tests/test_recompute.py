@@ -1,0 +1,180 @@
+"""What units keep for their backward: priced as JAX keeps it, chosen as all choices are, and the same gradients."""
+
+import itertools
+import random
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from predicted_steps import GPT, LENGTH, LLAMA, config, step_of
+
+import axonml_jax as ax
+from axonml_jax.compat.order import SaveWhere
+from axonml_jax.parallel.recompute import Recompute, UnitChoice
+from axonml_jax.program.recompute import KEEP, Keeps, Piece, Price, Rates, choose, front, graph_of, peak
+from axonml_jax.training.budget import budget_of, peak_of
+
+RATES = Rates(1e12, 1e11, 1e10)
+B, S, H = 4, 16, 32
+
+
+def named(x, label):
+    return checkpoint_name(x, KEEP + label)
+
+
+def block(x, wq, wo, wu, wd, scale):
+    """Attention of one head and a feed-forward part, plainly."""
+    norm = lambda x: (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) * scale
+    q, k, v = jnp.split(named(norm(x) @ wq, "qkv"), 3, -1)
+    weights = jax.nn.softmax(named(q @ k.mT, "scores"))
+    x = x + named(named(weights @ v, "mixed") @ wo, "out")
+    return [x + named(jax.nn.gelu(named(norm(x) @ wu, "up")) @ wd, "down")]
+
+
+def values():
+    keys = iter(jax.random.split(jax.random.key(0), 5))
+    shapes = [(B, S, H), (H, 3 * H), (H, H), (H, 4 * H), (4 * H, H)]
+    return [0.1 * jax.random.normal(next(keys), shape) for shape in shapes] + [jnp.ones(H)]
+
+
+def test_bytes_and_products_of_every_set_are_those_of_jax_checkpoint():
+    given, labels = values(), ("qkv", "scores", "mixed", "out", "up")
+    graph = graph_of(block, given, range(len(given)))
+    products = lambda jaxpr: str(jaxpr).count("dot_general[")
+    plain = products(jax.make_jaxpr(jax.grad(lambda *a: block(*a)[0].sum(), range(6)))(*given))
+    for some in itertools.chain.from_iterable(itertools.combinations(labels, n) for n in range(len(labels) + 1)):
+        work = jax.checkpoint(block, policy=SaveWhere(Keeps(frozenset(some))))
+        _, pull = jax.vjp(work, *given)
+        kept = {id(leaf): leaf.nbytes for leaf in jax.tree.leaves(pull) if not any(leaf is x for x in given)}
+        price = graph.price(frozenset(some), RATES)
+        assert price.kept == sum(kept.values()), some
+        again = products(jax.make_jaxpr(jax.grad(lambda *a, work=work: work(*a)[0].sum(), range(6)))(*given)) - plain
+        assert (price.flops > 0) == (again > 0), some
+
+
+def test_the_front_has_what_an_exhaustive_search_finds():
+    given = values()
+    graph = graph_of(block, given, range(len(given)))
+    found = front(graph, RATES, plain=False)
+    every = [graph.price(frozenset(s), RATES) for n in range(7) for s in itertools.combinations(graph.labels, n)]
+    for budget in sorted({price.kept + price.fullest for price in every}):
+        fits = lambda some, budget=budget: [p.seconds for p in some if p.kept + p.fullest <= budget]
+        assert not fits(every) or min(fits(found)) <= 1.05 * min(fits(every)) + 1e-12, budget
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_choice_repeats_least_of_all_that_fit(seed):
+    draw = random.Random(seed)
+    number = lambda: draw.randrange(1, 60)
+    fronts = [
+        [Price(frozenset(str(k)), number() * (3 - k), number(), 0, float(k and number())) for k in range(3)]
+        for _ in range(4)
+    ]
+    pieces = [Piece(own, draw.choice((1, 2)), number(), number()) for own in fronts]
+    every = list(itertools.product(*fronts))
+    seconds = lambda chosen: sum(piece.trips * price.seconds for piece, price in zip(pieces, chosen, strict=True))
+    for budget in range(100, 900, 50):
+        fitting = [chosen for chosen in every if peak(pieces, chosen) <= budget]
+        found = choose(pieces, budget)
+        assert (found is None) == (not fitting)
+        if found is not None:
+            assert peak(pieces, found) <= budget and seconds(found) == min(map(seconds, fitting))
+
+
+def products_in(step, state, rows):
+    return len(re.findall(r"stablehlo\.dot_general", step.lower(state, rows).as_text()))
+
+
+def test_recomputing_unrolled_blocks_makes_the_products_that_jax_checkpoint_around_each_block_makes():
+    """A block's closing product is not among them: nothing in the block reads it but the next one."""
+    model = config(GPT, num_layers=4)
+    plain, full = (
+        products_in(*step_of(model, ax.Plan(remat=remat), {"data": 2}, 8)) for remat in (None, "full")
+    )  # fmt: skip
+    forward = 6 + 2  # query, key, value, out, up, down; scores and what they weigh
+    assert full - plain == 4 * (forward - 1) + 1  # and the head's
+
+
+@pytest.mark.parametrize("remat", ["selective", "full"])
+def test_recomputing_repeats_no_sum_over_ranks(remat):
+    from axonml_jax.ledger.count import collectives_in
+
+    traced = lambda plan: collectives_in(*step_of(config(GPT), plan, {"tensor": 4}, 4))
+    sums = lambda plan: [each.kind for each in traced(plan)].count("all_reduce")
+    assert sums(ax.Plan(remat=remat)) == sums(ax.Plan())
+
+
+# Whole steps
+
+ROWS = {
+    "ddp": ({"data": 2}, {}, {}),
+    "fsdp": ({"data": 1, "fsdp": 2}, {}, {}),
+    "fsdp, scanned": ({"data": 1, "fsdp": 2}, {}, {"scan_layers": True}),
+    "tensor, accumulated": ({"data": 2, "tensor": 2}, {"accumulate": 2}, {}),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_step_fits_the_bytes_that_it_is_given(name):
+    degrees, options, more = ROWS[name]
+    model = config(LLAMA, num_layers=3, max_length=64, **more)
+    make = lambda **own: step_of(model, ax.Plan(**options, **own), degrees, 16, length=64)
+    peaks = {remat: peak_of(make(remat=remat)[0].lower(*make()[1:]).compile()) for remat in (None, "full")}
+    budget = (peaks[None] + 2 * peaks["full"]) // 3
+    step, state, rows = make(memory=budget)
+    assert peak_of(step.lower(state, rows).compile()) <= budget
+    assert isinstance(step.recompute, Recompute) and step.recompute.seconds > 0
+
+
+class Mlp(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([nnx.Linear(24, 24, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        for layer in self.blocks:
+            x = x + jnp.tanh(checkpoint_name(layer(x), "made"))
+        return x
+
+
+def loss_fn(model, batch):
+    return (model(batch["x"]) ** 2).mean()
+
+
+def trained(**options):
+    trainer = ax.DDP(Mlp(nnx.Rngs(0)), ax.make_mesh(data=2, devices=jax.devices()[:2]), **options).trainer(
+        optax.adam(1e-2), loss_fn
+    )
+    batch = {"x": np.random.default_rng(0).normal(size=(512, 24)).astype(np.float32)}
+    losses = [float(trainer.step(batch)["loss"]) for _ in range(3)]
+    return trainer, losses
+
+
+def test_budgets_names_policies_and_chosen_units_train_alike_and_what_cannot_be_is_refused():
+    _, plain = trained()
+    chosen, losses = trained(memory=380_000)
+    np.testing.assert_allclose(losses, plain, rtol=1e-6)
+    units = chosen.recompute
+    for remat in (["made"], [r"blocks/[12]/.*kernel"], jax.checkpoint_policies.dots_saveable, units, units.to_dict()):
+        np.testing.assert_allclose(trained(remat=remat)[1], plain, rtol=1e-6)
+    assert Recompute.of(units.to_dict()) == Recompute(tuple(UnitChoice(u.name, u.keep) for u in units.units))
+    with pytest.raises(ValueError, match=r"needs at least .* bytes\).* and 10 were given"):
+        trained(memory=10)
+    with pytest.raises(ValueError, match=r"\['nowhere'\] finds none of the values"):
+        trained(remat=["nowhere"])
+    with pytest.raises(ValueError, match=r"names units .*blocks/9"):
+        trained(remat={"blocks/9": ["kernel"]})
+    with pytest.raises(ValueError, match="share of a device"):
+        budget_of(0.5, ax.make_mesh(data=8))
+
+
+def test_a_pipeline_takes_the_word_that_fits():
+    model, plan = config(LLAMA, num_layers=4), {"pipe": ax.Pipelined(num_microbatches=4)}
+    make = lambda **own: step_of(model, ax.Plan(**plan, **own), {"data": 1, "pipe": 2}, 8, length=LENGTH)
+    full = peak_of(make(remat="full")[0].lower(*make()[1:]).compile())
+    step, state, rows = make(memory=full)
+    assert peak_of(step.lower(state, rows).compile()) <= full and step.recompute in ("selective", "full")
