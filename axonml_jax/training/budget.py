@@ -84,7 +84,7 @@ class Budgeted:
           TypeError: with the remedy.
         """
         raise TypeError(
-            "memory= measures the step's own compiled program, which is none inside of jax.jit or jax.lax.scan: call the step as "
+            "memory= measures the step's own compiled program, which is none inside of jax.jit or jax.lax.scan: call it as "
             "it is, in a Python loop, or give what it chose, remat=trainer.recompute"
         )
 
