@@ -212,7 +212,10 @@ class Annotations:
             if (axes := as_axes(entry or ()))
         ]
         named = {axis for entry in _spec(each) for axis in as_axes(entry or ())}
-        own += [f"{axis} on a dim that the plan chooses" for axis in self.sharded() if axis not in named]
+        split = [bool(set(as_axes(entry or ())).intersection(PARTITIONED)) for entry in _spec(each)]
+        left = sum(split) < len(each.shape)  # what rests sharded takes no dim that is split already
+        chosen = [axis for axis in self.sharded() if axis not in named]
+        own += [f"{axis} on a dim that the plan chooses" if left else f"whole along {axis}" for axis in chosen]
         return ", ".join(own) or "whole on every rank"
 
     _HEADER = ("parameter", "shape", "annotated", "by", "becomes")
