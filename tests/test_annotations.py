@@ -287,3 +287,21 @@ def test_boxes_are_opened_as_they_lie_whatever_is_around():
         _, variables = functionalize(Names(True), params)
     assert variables.params["Dense_0"]["kernel"] is params["params"]["Dense_0"]["kernel"].value
     assert jnp.shape(variables.params["Dense_1"]["kernel"]) == (16, 8)
+
+
+def test_a_placed_module_lies_on_the_users_mesh_by_its_names_and_trains_there():
+    own = mesh(fsdp=2, tp=4)
+    model = ax.place(made(own, *BOTH), own)
+    assert (model.up.kernel.sharding.spec, model.down.sharding.spec) == (P("fsdp", "tp"), P("tp", "fsdp"))
+    with jax.set_mesh(own):
+        optimizer = nnx.Optimizer(model, optax.adamw(5e-2), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer):
+            loss, grads = nnx.value_and_grad(mse)(model, BATCH)
+            optimizer.update(model, grads)
+            return loss
+
+        losses = [float(step(model, optimizer)) for _ in range(3)]
+    np.testing.assert_allclose(losses, wanted(), atol=FLOAT32)
+    assert model.down.sharding.spec == P("tp", "fsdp")

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from axonml_jax.base import LossFn, PyTree, is_choice
 from axonml_jax.collectives.gradients import CommHook, GradSyncStrategy
 from axonml_jax.facade.trainer import ParallelModel
-from axonml_jax.mesh.axes import PARTITIONED, STAGES
+from axonml_jax.mesh.axes import PARTITIONED, STAGES, as_axes
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.world import ProcessGroup, World, as_mesh
 from axonml_jax.model.loss import Precision
@@ -456,7 +456,7 @@ def place(
       model, mesh, plan, params, seed: see `parallelize`.
 
     Returns:
-      An NNX module, or of a Linen module its variables.
+      An NNX module, or of a Linen module its variables: arrays on your mesh, by your names of its axes.
 
     Raises:
       TypeError, ValueError: as `parallelize`, and for what takes effect in a step of this library alone.
@@ -485,8 +485,28 @@ def place(
             "it out, or train by parallelize(model, mesh, plan).trainer(tx, loss_fn)"
         )
     if isinstance(model, linen.Module):
-        return parallel.module.variables
-    return parallel.module
+        return _named_as(parallel.module.variables, mesh)
+    module = parallel.module
+    with nnx.use_eager_sharding(False):
+        nnx.update(module, _named_as(nnx.state(module), mesh))
+    return module
+
+
+def _named_as(tree: PyTree, mesh: Any) -> PyTree:
+    """Arrays on this library's mesh as they lie, but on the user's mesh of the same devices, by its names of axes."""
+    if not isinstance(mesh, Mesh):
+        return tree
+
+    def moved(leaf: Any) -> Any:
+        at = getattr(leaf, "sharding", None)
+        if not isinstance(at, jax.sharding.NamedSharding):
+            return leaf
+        theirs = dict(zip(at.mesh.axis_names, mesh.axis_names, strict=True))
+        entries = [tuple(theirs[axis] for axis in as_axes(entry or ())) for entry in at.spec]
+        spec = jax.sharding.PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+        return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, spec))
+
+    return jax.tree.map(moved, tree)
 
 
 def make_train_step(
