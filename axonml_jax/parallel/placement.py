@@ -530,10 +530,7 @@ def reading(
       precision: of the model's mode.
       rewrites: whether strategies that leave axes to XLA's partitioner rewrite it (`LeftToXLA.rewritten`).
     """
-    if (around := users_meshes()) is not None:
-        from axonml_jax.parallel.users_mesh import reading_placed
-
-        fun = partial(reading_placed, fun, model, around, placement.left, placement.plan.check_vma)
+    fun = reading_users(fun, model, placement)
     for axis, strategy in placement.plan.on(placement.degrees).items() if rewrites and placement.left else ():
         own = strategy.having(LeftToXLA)
         if own is not None and placement.left.intersection(as_axes(axis)) and placement.ranks(axis) > 1:
@@ -551,6 +548,15 @@ def reading(
 
         fun = partial(reading_float8, fun, precision)
     return fun
+
+
+def reading_users(fun: Callable[..., Any], model: Functional, placement: Placement) -> Callable[..., Any]:
+    """A function that traces the user's code, `fun(variables, *args)`, where JAX has refused what that says of placement."""
+    if (around := users_meshes()) is None:
+        return fun
+    from axonml_jax.parallel.users_mesh import reading_placed
+
+    return partial(reading_placed, fun, model, around, placement.left, placement.plan.check_vma)
 
 
 # --------------------------------------------------------------------------------------------------

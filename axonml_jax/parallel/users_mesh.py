@@ -241,10 +241,10 @@ class _Replayed:
         if not self.left or not isinstance(to, NamedSharding):
             return x
         ours = lambda entry: tuple(axis for name in as_axes(entry or ()) if (axis := AXES.get(name, name)) in self.left)
-        if not ours(to.mesh.axis_names):
-            return x
         free = PartitionSpec.UNCONSTRAINED
-        spec = PartitionSpec(*(entry if entry is free else ours(entry) or None for entry in to.spec))
+        spec = PartitionSpec(*(free if entry is free else ours(entry) or free for entry in to.spec))
+        if all(entry is free for entry in spec):
+            return x
         return jax.lax.with_sharding_constraint(x, spec)
 
     # Derivatives of one's own, whose rules are programs too

@@ -248,6 +248,7 @@ class Objective:
       reading: what is traced in its place (see `reading` of `parallel/placement.py`).
       whole: what the loss means on the whole batch, of which ranks have parts; None: it is that of a rank's rows.
       trains: it is refused where nothing that is trained reaches it.
+      placed: what is traced in the place of functions that trace the user's code by themselves (`reading_users`).
     """
 
     model: Functional
@@ -258,6 +259,7 @@ class Objective:
     reading: Callable[..., Callable] = lambda fun, **_: fun
     whole: "WholeBatch | None" = None
     trains: bool = False
+    placed: Callable[[Callable], Callable] = lambda fun: fun
 
     def __post_init__(self):
         if not callable(self.loss_fn):
@@ -293,10 +295,14 @@ class Objective:
             return batches
         from axonml_jax.layers.whole import whole_allowed
 
-        shape = jax.ShapeDtypeStruct(key.shape, key.dtype)
-        asked = self.model, self._explained, self.mode, self._as_read(variables, shape, rows), shape
-        with self.inside(), whole_allowed():
-            return self.whole.microbatches(asked, rows, batches)
+        whole, shape = self.whole, jax.ShapeDtypeStruct(key.shape, key.dtype)
+
+        def split(variables: Variables, rows: PyTree, batches: PyTree) -> PyTree:
+            asked = self.model, self._explained, self.mode, self._as_read(variables, shape, rows), shape
+            with self.inside(), whole_allowed():
+                return whole.microbatches(asked, rows, batches)
+
+        return self.placed(split)(variables, rows, batches)
 
     def _as_read(self, variables: Variables, key: Any, rows: PyTree) -> Variables:
         """The shapes of variables that the loss's own code sees: without adapters, and with what layers split whole."""
@@ -335,8 +341,11 @@ class Objective:
             with self.inside():
                 return whole.results(*asked, variables, key, batch)
 
+        def joined(variables: Variables, key: jax.Array, rows: PyTree, stacks: list, batches: PyTree) -> PyTree:
+            return whole.of_all_rows((*asked, self._as_read(variables, key, rows), key), rows, stacks, batches)
+
         stacks = each(self.reading(results), batches)
-        return whole.of_all_rows((*asked, self._as_read(variables, key, rows), key), rows, stacks, batches)
+        return self.placed(joined)(variables, key, rows, stacks, batches)
 
     def sweeps(self, batches: PyTree) -> bool:
         """Whether microbatches are gone over twice."""

@@ -18,7 +18,7 @@ from axonml_jax.compat.order import handed_back, no_mesh_around
 from axonml_jax.mesh.axes import LAYER_AXES
 from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.model.view import Functional, Mode, Variables
-from axonml_jax.parallel.placement import Placement, in_round, reading
+from axonml_jax.parallel.placement import Placement, in_round, reading, reading_users
 from axonml_jax.sharding.batch import check_batch
 from axonml_jax.sharding.layout import Leaf, is_deleted, is_layout, shardings
 from axonml_jax.training.compile import Compiled, Objective, compiler_options, explain_typed_scan, folding
@@ -218,7 +218,8 @@ def objective_of(
     if placement.plan.draws == "rows":
         refuse_draws_by_rows(placement, whole)
     read = partial(reading, model=model, placement=placement, precision=mode.precision)
-    return Objective(model, loss_fn, mode, placement.axes.positions, placement.inside, read, whole, trains)
+    placed = partial(reading_users, model=model, placement=placement)
+    return Objective(model, loss_fn, mode, placement.axes.positions, placement.inside, read, whole, trains, placed)
 
 
 def whole_batch(placement: Placement, loss_fn: LossFn) -> "WholeBatch | None":
