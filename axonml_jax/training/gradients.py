@@ -89,18 +89,18 @@ class OneByOne(GradientEngine):
             raise ValueError(NO_SCALE)
         return rest_of(self.placement).swept(self.objective, variables, jnp.stack(keys), batch, batches)
 
-    def _accumulated(self, run: OneMicrobatch, state: PyTree, keys: list, batches: PyTree, left: list[Partial] | None):
+    def _accumulated(self, run: OneMicrobatch, state: PyTree, keys: list, batches: PyTree, first: list[Partial] | None):
         placement, sync = self.placement, self.sync
         inner = placement.axes.each_microbatch if sync else ()
         outer = [axis for axis in placement.strategies if axis not in inner] if sync else []
         waits = [axis for axis in flat_axes(outer) if axis in placement.axes.batch and placement.ranks(axis) > 1]
         if not (placement.reducer.overlaps and waits):
-            grads, losses, state = self._loop(run, state, keys, batches, inner, left)
+            grads, losses, state = self._loop(run, state, keys, batches, inner, first)
             layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
             left = None if self.feedback is None else _left_out(self.feedback, placement, grads, layouts)
             return placement.sync_buckets(grads, layouts, axes=outer) if outer else grads, losses, state, left
         head, last = jax.tree.map(lambda x: x[:-1], batches), jax.tree.map(lambda x: x[-1], batches)
-        grads, losses, state = self._loop(run, state, keys[:-1], head, inner, left)
+        grads, losses, state = self._loop(run, state, keys[:-1], head, inner, first)
         grads, loss, state, left = run(state, keys[-1], last, None, grads)
         return grads, jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), losses, loss), state, left
 
