@@ -88,10 +88,11 @@ def in_rules(x):
 class Block(nnx.Module):
     """x + down(relu(up(x))), with attention in front, whose values a model places."""
 
-    def __init__(self, rngs, place, attends=False):
+    def __init__(self, rngs, place, attends=False, named=True):
         init = nnx.initializers.lecun_normal()
-        self.up = nnx.Linear(8, 16, kernel_init=nnx.with_partitioning(init, (None, "model")), rngs=rngs)
-        self.down = nnx.Linear(16, 8, kernel_init=nnx.with_partitioning(init, ("model", None)), rngs=rngs)
+        over = lambda *names: nnx.with_partitioning(init, names) if named else init
+        self.up = nnx.Linear(8, 16, kernel_init=over(None, "model"), rngs=rngs)
+        self.down = nnx.Linear(16, 8, kernel_init=over("model", None), rngs=rngs)
         self.place, self.attends = nnx.static(place), attends
 
     def __call__(self, x):
@@ -104,8 +105,8 @@ class Block(nnx.Module):
 class Net(nnx.Module):
     """Blocks, and a head."""
 
-    def __init__(self, rngs, place=lambda x: x, attends=False):
-        self.blocks = nnx.List([Block(rngs, place, attends) for _ in range(2)])
+    def __init__(self, rngs, place=lambda x: x, attends=False, named=True):
+        self.blocks = nnx.List([Block(rngs, place, attends, named) for _ in range(2)])
         self.head = nnx.Linear(8, 1, rngs=rngs)
 
     def __call__(self, x):
