@@ -110,7 +110,7 @@ def main():
         if not re.search(args.models, family.name):
             continue
         with nnx.use_eager_sharding(False):
-            made = family.made(jnp.bfloat16)  # parameters in float32, in which it computes where it lets itself be told
+            made = family.made(jnp.float32)
         wanted = plainly(made)
         for line, losses in plans(made).items():
             text, equal = row(family.name, line, losses, wanted)
