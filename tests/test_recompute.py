@@ -131,6 +131,17 @@ def test_a_step_fits_the_bytes_that_it_is_given(name):
     assert isinstance(step.recompute, Recompute) and step.recompute.seconds > 0
 
 
+def test_a_budget_just_missed_repeats_little():
+    model = config(LLAMA, num_layers=3, max_length=64)
+    make = lambda **own: step_of(model, ax.Plan(**own), {"data": 2}, 16, length=64)
+    found = []
+    for budget in (lambda: "1GiB", lambda: found[0][0] - 1, lambda: found[0][0] // 2):
+        step, state, rows = make(memory=budget())
+        found.append((peak_of(step.lower(state, rows).compile()), step.recompute.seconds))
+    (whole, nothing), (less, little), (_, much) = found
+    assert less < whole and nothing == 0 < little < much
+
+
 class Mlp(nnx.Module):
     def __init__(self, rngs):
         self.blocks = nnx.List([nnx.Linear(24, 24, rngs=rngs) for _ in range(4)])

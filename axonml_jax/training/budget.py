@@ -1,9 +1,9 @@
-"""A step within a number of bytes: what units keep is chosen, compiled, measured, and chosen once more."""
+"""A step within a number of bytes: what units keep is chosen, compiled, measured, and chosen again."""
 
 import copy
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,8 +54,8 @@ class Budgeted:
     """In the place of a step's `Compiled`: for arrays of each kind the program that fits the plan's `memory`.
 
     What is chosen from a trace is compiled, and the compiler's plan is read. Where it is above the budget, or leaves much of it
-    while work is repeated, the choice is made again, once, with the difference. Where both are above it, what holds least is
-    compiled: it fits, or the budget is refused.
+    while work is repeated, the choice is made again with the difference; where that is above it too, once more. Where all are
+    above it, what holds least is compiled: it fits, or the budget is refused.
 
     Args:
       step: a `TrainStep`, whose plan has `memory`.
@@ -131,25 +131,32 @@ class Budgeted:
         return found, compiled
 
     def _chosen(self, args: tuple, budget: int) -> list[tuple]:
-        """What was compiled, in order: the first choice, the second, what holds least."""
-        allowance = budget - _resting(args)
-        tried = [self._within(args, allowance)]
-        first, peak, _, _ = tried[0]
-        if peak <= budget and (first.seconds == 0 or peak > _NEAR * budget):
-            return tried
-        second = self._within(args, allowance + budget - peak, unless=first)
-        tried += [second] if second else []
-        if not any(each[1] <= budget for each in tried) and (smallest := self._within(args, 0, unless=tried[-1][0])):
+        """What was compiled, in order: the first choice, one or two more, what holds least."""
+        tried = [self._within(args, budget - _resting(args))]
+        for _ in range(2):
+            found, peak, _, _ = tried[-1]
+            near = peak > _NEAR * budget or found.seconds == 0 or len(tried) > 1
+            # What a choice was predicted to hold, with the difference of what the compiler makes of it and the budget. The
+            # compiler's peak need not fall with it, so the last one holds clearly less.
+            aim = found.live + budget - peak
+            aim = aim if len(tried) == 1 else min(aim, found.live * 3 // 4)
+            again = None if peak <= budget and near else self._within(args, aim, tried)
+            if again is None:
+                break
+            tried.append(again)
+        if not any(each[1] <= budget for each in tried) and (smallest := self._within(args, 0, tried)):
             tried.append(smallest)
         return tried
 
-    def _within(self, args: tuple, allowance: int, unless: Recompute | None = None) -> Any:
-        """The choice within so many bytes, its peak, what runs it and the program; None: it is one that is known."""
+    def _within(self, args: tuple, allowance: int, known: Sequence[tuple] = ()) -> Any:
+        """The choice within so many bytes, its peak, what runs it and the program; None: it is known."""
         chooser = WithinBytes(allowance, _RATES[_platform(self._mesh)], self._fronts)
         compiled = self._with(chooser)
         compiled.trace(*args)  # asks it; the program that is compiled is of the same trace
         assert isinstance(chooser.found, Recompute)
-        return None if chooser.found == unless else self._measured(chooser.found, compiled, args)
+        if any(chooser.found == each[0] for each in known):
+            return None
+        return self._measured(chooser.found, compiled, args)
 
     def _first_word(self, args: tuple, budget: int) -> tuple:
         """Of the three words that which repeats least and fits, or the last."""
