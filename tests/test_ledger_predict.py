@@ -14,7 +14,7 @@ from axonml_jax.base import named_leaves
 from axonml_jax.cost.decoder import decoder_weights, problems
 from axonml_jax.cost.memory import fuses_attention
 from axonml_jax.cost.published import FLOAT32_ADAM, GridDegrees, layer_volumes, zero
-from axonml_jax.ledger.predict import in_bytes, sent_by_axes
+from axonml_jax.ledger.predict import in_bytes, predict, sent_by_axes
 from axonml_jax.models.config import PRESETS, TransformerConfig, preset
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.pipeline.schedules import Pipelined
@@ -224,3 +224,21 @@ def test_kernels_hold_no_scores_only_where_they_take_windows_and_sinks():
     sinks = TransformerConfig(**sizes, sinks=True)
     longer = [fuses_attention(sinks, 2048, "bfloat16", platform) for platform in ("cuda", "tpu", None)]
     assert longer == [True, True, False]  # blocks take the kernels' place, where a platform is known
+
+
+def test_gpt2_on_one_gpu_is_predicted_near_what_it_took():
+    """Measured on an H200, 16 x 1,024 tokens in bfloat16: 7.9 GiB with kernels of this library's, 10.4 without."""
+    for kernels, measured in (("auto", 7.9), ("xla", 10.4)):
+        plan = ax.Plan(precision="bf16", kernels=kernels)
+        given = {"global_batch": 16, "length": 1024, "platform": "cuda"}
+        found = predict(plan, preset("gpt2-small"), {"data": 1}, **given).memory.total / 2**30
+        assert measured < found < 1.2 * measured
+
+
+def test_a_plan_with_a_budget_is_predicted_as_the_first_word_that_fits():
+    given = {"global_batch": 16, "length": 1024, "platform": "cuda"}
+    of = lambda **plan: predict(ax.Plan(precision="bf16", **plan), preset("gpt2-small"), {"data": 1}, **given)
+    selective, full = of(remat="selective"), of(remat="full")
+    assert of(memory="40GiB").memory == of().memory and "remat=None" in of(memory="40GiB").notes[-1]
+    assert of(memory=selective.memory.total).recomputed_flops_per_token == selective.recomputed_flops_per_token
+    assert of(memory="1GiB").memory == full.memory and "not to fit" in of(memory="1GiB").notes[-1]

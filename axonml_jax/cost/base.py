@@ -242,6 +242,7 @@ class Run:
       full, selective: 1 where the backward recomputes that much, else 0.
       pipelined: whether stages lie along `pipe`.
       gathers: how often a pipeline gathers its stages in its ticks; None: once per step.
+      kernels: whether kernels of this library's compute norms, activations and cross entropy where they apply.
       copies: of trained parameters that rest beside them and the optimizer's state: a replica's own, and the outer momentum.
       joining: copies of them that the end of a round holds beside what rests.
     """
@@ -254,6 +255,7 @@ class Run:
     gathers: Many | None = None
     copies: Many = 0
     joining: Many = 0
+    kernels: bool = True
 
     @classmethod
     def of(cls, plan: Plan, degrees: Mapping[str, int]) -> "Run":
@@ -266,6 +268,7 @@ class Run:
             full=int(plan.remat == "full"),
             selective=int(plan.remat == "selective"),
             pipelined=pipelined,
+            kernels=plan.kernels != "xla",
             gathers=gathers,
             copies=2 * len(plan.rounds),
             joining=max((rounds.round_copies for rounds in plan.rounds.values()), default=0),

@@ -126,8 +126,12 @@ def block_activations(
     within = within + (_head_norms(config, wide, itemsize) if config.qk_norm else 0)
     # Beside the block's input; what the norms make is in float32, and twice where rsqrt and scale are one factor.
     normed = size * wide * (1 if config.zero_centered_norm else 2)
+    one_pass = (
+        platform == "cuda" and itemsize == 2
+    )  # norms and activations go over memory once, whether by kernels or XLA's
+    normed = 2 * wide if one_pass else normed
     between = 3 * size * itemsize + 2 * normed + (2 * (size * itemsize + normed) if config.post_norms else 0)
-    products, feed = shape.opened * itemsize, _feed(config, tokens, inside, itemsize, experts)
+    products, feed = shape.opened * itemsize, _feed(config, tokens, inside, itemsize, experts, one_pass)
     whole = boundary + divided(tokens * within, inside) + divided(tokens * between, outside) + feed.whole
     whole += divided(tokens * (shape.pressed * itemsize + latents * (2 * wide + itemsize)), outside)
     # Of what is between the layers: both closing products, and with biases the first of them before its bias.
@@ -144,7 +148,10 @@ def block_activations(
     kernel = kernel_computes(config, length, compute, platform, documents, attention)
     others = 0 if attention is None else attention.held(tokens, itemsize, platform, kernel)
     others = most(others, 0 if experts is None else experts.held(itemsize))
-    return BlockActivations(kept, rebuilt, boundary, tokens * words * (2 * wide + itemsize), others)
+    of_logit = 2 * wide + itemsize
+    if one_pass:  # in 16 bits, and their gradient; XLA's own cross entropy has one of them in float32
+        of_logit = itemsize + (itemsize if run.kernels else wide)
+    return BlockActivations(kept, rebuilt, boundary, tokens * words * of_logit, others)
 
 
 def _sums(config: DecoderLike, degrees: Mapping[str, Many], boundary: Many, selective: Many) -> Many:
@@ -181,11 +188,14 @@ class _Feed(NamedTuple):
 
 
 def _feed(
-    config: DecoderLike, tokens: Many, inside: Many, itemsize: int, experts: RoutedExperts | None
+    config: DecoderLike, tokens: Many, inside: Many, itemsize: int, experts: RoutedExperts | None, one_pass: bool = False
 ) -> _Feed:  # fmt: skip
     gated = inward_products(config) == 2
     dense = lambda inner, each: divided(tokens * inner * each * itemsize, inside)
-    own = _Feed(dense(config.mlp_size, 5 if gated else 3), dense(config.mlp_size, 2 if gated else 1))
+    kept = (
+        (3 if gated else 2) if one_pass else (5 if gated else 3)
+    )  # without what the activation's gradient makes again
+    own = _Feed(dense(config.mlp_size, kept), dense(config.mlp_size, 2 if gated else 1))
     if experts is None or config.experts is None:
         return own
     shared = config.experts.shared_size
@@ -375,8 +385,10 @@ def resting(group: Group, parts: ShardCounts) -> Many:
 def gathered(weights: Weights, parts: ShardCounts, run: Run) -> Many:
     """Whole parameters beside the shards: all of them, or those of units that are read at their use and one's gradients."""
     axis = next((group.sharded for group in weights.groups if group.sharded is not None), None)
-    if axis is None:
-        return 0
+    if axis is None:  # what is cast is whole beside what rests until the backward has read it
+        return sum(
+            parts.number(each.place, each.count) * each.read_bytes * (not each.as_they_rest) for each in weights.groups
+        )
     whole = sum(parts.number(group.place, group.count) * group.read_bytes for group in weights.groups)
     return either(run.rounds(axis).at_use > 0, weights.unit_bytes, whole)
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import jax.numpy as jnp
 
-from axonml_jax.base import lines, section
+from axonml_jax.base import bytes_meant, lines, section
 from axonml_jax.cost.base import LATER, Flow, Run, ShardCounts, TickCounts, merged, splitting
 from axonml_jax.cost.decoder import Amount, DecoderLike, exact, layer_degrees, problems
 from axonml_jax.cost.flows import (
@@ -502,6 +502,22 @@ def memory_difference(prediction: Prediction, compiled: Any) -> MemoryDifference
 # --------------------------------------------------------------------------------------------------
 
 
+def _within(plan: Plan, **given: Any) -> "Prediction":
+    """Of a plan with `memory`, whose units are chosen for when a step is traced: of the first of three words that fits.
+
+    A budget that is a share of a device is not known here: then nothing is recomputed.
+    """
+    memory, size = plan.memory, bytes_meant(plan.memory) if isinstance(plan.memory, str) else plan.memory
+    budget = math.inf if size is None or size <= 1 else size
+    for word in (None, "selective", "full"):
+        found = predict(replace(plan, memory=None, remat=word), **given)
+        if found.memory.total <= budget:
+            break
+    said = f"what is recomputed within memory={memory!r} is chosen when a step is traced: this is of remat={word!r}"
+    said += "" if found.memory.total <= budget else ", which is predicted not to fit"
+    return replace(found, notes=(*found.notes, said))
+
+
 def predict(
     plan: Plan,
     model: DecoderLike,
@@ -530,6 +546,8 @@ def predict(
     Raises:
       ValueError: with everything that cannot work.
     """
+    if plan.memory is not None:
+        return _within(**locals())
     degrees = {axis: degrees[axis] for axis in (*AXES, *flat_axes(plan.axes)) if axis in degrees}
     plan = plan.decided(Fabric(devices=math.prod(degrees.values()), torus=torus), degrees)
     length = model.max_length if length is None else length
