@@ -128,7 +128,8 @@ def test_splash_is_priced_for_every_method_and_its_scores_take_no_memory(method)
     assert kernel.blockwise_flops_per_token == 0 < blocks.blockwise_flops_per_token
     assert found(2**15, attention="splash").blockwise_flops_per_token == 0
     heads, tile = 8 // (method[0] if isinstance(method, tuple) else 1), 512
-    assert blocks.memory.temporaries - kernel.memory.temporaries == SCORES * 4 * heads * tile**2
+    in_blocks = found(2**15, attention="blocks")
+    assert in_blocks.memory.temporaries - kernel.memory.temporaries == SCORES * 4 * heads * tile**2
     assert found(2**7).blockwise_flops_per_token > 0
     with pytest.raises(ValueError, match="attention='splash' does not apply to this model and these sequences"):
         found(2**7, attention="splash")
