@@ -125,11 +125,10 @@ def block_activations(
     )
     within = within + (_head_norms(config, wide, itemsize) if config.qk_norm else 0)
     # Beside the block's input; what the norms make is in float32, and twice where rsqrt and scale are one factor.
-    normed = size * wide * (1 if config.zero_centered_norm else 2)
     one_pass = (
         platform == "cuda" and itemsize == 2
     )  # norms and activations go over memory once, whether by kernels or XLA's
-    normed = 2 * wide if one_pass else normed
+    normed = 2 * wide if one_pass else size * wide * (1 if config.zero_centered_norm else 2)
     between = 3 * size * itemsize + 2 * normed + (2 * (size * itemsize + normed) if config.post_norms else 0)
     products, feed = shape.opened * itemsize, _feed(config, tokens, inside, itemsize, experts, one_pass)
     whole = boundary + divided(tokens * within, inside) + divided(tokens * between, outside) + feed.whole
@@ -148,9 +147,8 @@ def block_activations(
     kernel = kernel_computes(config, length, compute, platform, documents, attention)
     others = 0 if attention is None else attention.held(tokens, itemsize, platform, kernel)
     others = most(others, 0 if experts is None else experts.held(itemsize))
-    of_logit = 2 * wide + itemsize
-    if one_pass:  # in 16 bits, and their gradient; XLA's own cross entropy has one of them in float32
-        of_logit = itemsize + (itemsize if run.kernels else wide)
+    # In one pass logits and their gradient are in 16 bits; XLA's own cross entropy has one of them in float32.
+    of_logit = itemsize + (2 * wide if not one_pass else itemsize if run.kernels else wide)
     return BlockActivations(kept, rebuilt, boundary, tokens * words * of_logit, others)
 
 
