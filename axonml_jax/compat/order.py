@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import functools
 import os
 import re
 import traceback
@@ -25,6 +26,7 @@ from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.compat.versions import BARRIERS_JOIN_TYPES
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 # --------------------------------------------------------------------------------------------------
 # What surrounds the code that is being traced: its trace, JAX's settings, the mesh axes that are bound, the platform.
@@ -94,7 +96,7 @@ _REAL = jax.make_user_context(None)
 _EMPTY = AbstractMesh((), ())
 
 
-class no_mesh_around(contextlib.ContextDecorator):  # as contexts of JAX's are written
+class no_mesh_around:  # as contexts of JAX's are written
     """Within it, or in a function that it decorates, no mesh of the user's is set (`jax.set_mesh`): public entries have it.
 
     It costs a look where none is set. Inside of a trace it does nothing. What it took away is there again behind it, and in
@@ -114,8 +116,17 @@ class no_mesh_around(contextlib.ContextDecorator):  # as contexts of JAX's are w
             self.left.__exit__(*exception)
             _USERS.reset(self.token)
 
-    def _recreate_cm(self) -> "no_mesh_around":
-        return no_mesh_around()
+    def __call__(self, fun: F) -> F:
+        """The function, in this context; where no mesh is set it is called as it is."""
+
+        @functools.wraps(fun)
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            if jax.sharding.get_abstract_mesh().empty:
+                return fun(*args, **kwargs)
+            with no_mesh_around():
+                return fun(*args, **kwargs)
+
+        return entered  # pyright: ignore[reportReturnType]
 
 
 def users_mesh_again() -> Any:

@@ -52,12 +52,19 @@ def recorded():
 def table(cells):
     """Markdown: a row for every idiom, a column for every plan; a cell says what each JAX made of it."""
     versions, plans = sorted({key[0] for key in cells}), list(dict.fromkeys(key[2] for key in cells))
-    said = lambda text: {"equal": "equal"}.get(text, "refused" if text.startswith("refused") else "WRONG")
-    head = f"Each cell: jax {' / '.join(versions)}.\n\n| idiom | " + " | ".join(plans) + " |\n| --- " * (len(plans) + 1)
+    said = lambda text: (
+        {"equal": text, None: "not tried"}.get(text) or ("refused" if text.startswith("refused") else "WRONG")
+    )
+    head = (
+        f"Each cell: jax {' / '.join(versions)}.\n\n| idiom | "
+        + " | ".join(plans)
+        + " |\n"
+        + "| --- " * (len(plans) + 1)
+    )
     rows, why = [], {}
     for idiom in dict.fromkeys(key[1] for key in cells):
         found = [[cells.get((version, idiom, plan)) for version in versions] for plan in plans]
-        rows.append(f"| {idiom} | " + " | ".join(_joined(list(map(said, filter(None, each)))) for each in found) + " |")
+        rows.append(f"| {idiom} | " + " | ".join(_joined(list(map(said, each))) for each in found) + " |")
         texts = [text for each in found for text in each if text and text != "equal"]
         why |= {" ".join(text.split()).replace("|", "\\|")[:230]: idiom for text in texts}
     notes = "".join(f"- {idiom}: {text}\n" for text, idiom in why.items())
@@ -65,7 +72,7 @@ def table(cells):
 
 
 def _joined(said):
-    return said[0] if said and len(set(said)) == 1 else " / ".join(said) or "not tried"
+    return said[0] if len(set(said)) == 1 else " / ".join(said)
 
 
 def main():
