@@ -447,6 +447,7 @@ class Trainer(Generic[M]):
     # Callbacks
 
     @property
+    @no_mesh_around()
     def step_number(self) -> int:
         """Updates made so far; the first time after a restore every process must ask."""
         if self._made is None:
@@ -518,7 +519,6 @@ class Trainer(Generic[M]):
         state, leaves = self.state, [arrays[name] for name in named_leaves(self.state)]
         self._continue(jax.tree.unflatten(jax.tree.structure(state), leaves), restored=True)
 
-    @no_mesh_around()
     def step(self, *parts: PyTree) -> Metrics:
         """One update from the global batch.
 
@@ -548,10 +548,10 @@ class Trainer(Generic[M]):
         if self._seen is None:
             self._look_at(metrics["grad_norm"], batch)
         self._seen = _shapes(batch)
-        metrics = handed_back(metrics)
         self._tell("on_step", metrics=metrics)
         return metrics
 
+    @no_mesh_around()
     def _look_at(self, norm: jax.Array, batch: PyTree) -> None:
         """Say it when the first step's gradients are zero everywhere; this waits for that step, and is asked of no other.
 
@@ -571,6 +571,7 @@ class Trainer(Generic[M]):
             "which nothing counts, or where all units are dead"
         )
 
+    @no_mesh_around()
     def _compare(self, batch: PyTree) -> None:
         """Before the first step, and the first after a load or restore: do all processes begin alike?"""
         if jax.process_count() > 1:
@@ -1005,6 +1006,7 @@ class ParallelModel(SavedModel):
         program = self._program(("hooks",), lambda: hooks_program(self._functional, self._placement, self.mesh))
         self.variables = replace(self.variables, state=program(self.variables.state))
 
+    @no_mesh_around()
     def give_up(self) -> Variables:
         """The variables, to be donated: copies where the user may hold the arrays themselves."""
         if self._lent:
