@@ -205,14 +205,6 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         "--remat", nargs="+", choices=["none", "selective", "full"], default=["none", "selective", "full"],
         help="kinds of recomputation to consider (default: all)",
     )  # fmt: skip
-    _add_switches(parser)
-    _add_assumptions(parser)
-    _add_outputs(parser)
-    add_imports(parser)
-    return parser
-
-
-def _add_switches(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--as-written", action="store_true", help="take the configuration's own mesh and plan instead of searching"
     )
