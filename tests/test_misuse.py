@@ -30,7 +30,6 @@ TRACED = {
     "a step": lambda t: jax.jit(t.step)(BATCH),
     "a step of a batch from outside": lambda t: jax.jit(lambda: t.step(BATCH)["loss"])(),
     "a scan of steps": lambda t: jax.lax.scan(lambda _, b: (0, t.step(b)["loss"]), 0, {"x": np.ones((2, 8, 5))}),
-    "the pure step": lambda t: jax.jit(t.train_step)(t.state, BATCH),
     "an evaluation": lambda t: jax.jit(t.evaluate)(BATCH),
     "a forward pass": lambda t: jax.jit(t.model)(BATCH["x"]),
     "gradients": lambda t: jax.jit(lambda: t.model.value_and_grad(mean_loss)(BATCH))(),

@@ -580,16 +580,14 @@ class Trainer(Generic[M]):
             check_first_step(self.train_step, self.state, batch, self.model._given)
         self._compared = self.model.loads
 
-    @no_mesh_around()
     def evaluate(self, *parts: PyTree) -> Metrics:
         """The loss and metrics of a global batch of any number of rows in evaluation mode, in the microbatches of `accumulate`.
 
         Of `eval_fn`, where the trainer has one. Nothing is changed.
         """
-        with folding:
+        with no_mesh_around(), folding:
             return handed_back(self._eval(self.model.values, one_batch(parts)).values)
 
-    @no_mesh_around()
     def validate(self, batches: Iterable[PyTree], weights: Sequence[float] | None = None) -> dict[str, float]:
         """The mean over all rows of the batches of everything `evaluate` returns; callbacks hear of it.
 
@@ -602,25 +600,24 @@ class Trainer(Generic[M]):
         Raises:
           ValueError: when there are no batches.
         """
-        from axonml_jax.training.evaluate import mean_of
+        with no_mesh_around(), folding:
+            from axonml_jax.training.evaluate import mean_of
 
-        both = self._ema and not self._averaged
-        models = {"": self.model.values} | ({"ema_": self._average()} if both else {})
-        if isinstance(batches, Mapping) or hasattr(batches, "dtype"):
-            raise TypeError(
-                "trainer.validate takes batches, one after another: [batch], or a loader; trainer.evaluate takes one"
-            )
-        seen: dict[str, list[Evaluated]] = {before: [] for before in models}
-        with folding:
+            both = self._ema and not self._averaged
+            models = {"": self.model.values} | ({"ema_": self._average()} if both else {})
+            if isinstance(batches, Mapping) or hasattr(batches, "dtype"):
+                raise TypeError(
+                    "trainer.validate takes batches, one after another: [batch], or a loader; trainer.evaluate takes one"
+                )
+            seen: dict[str, list[Evaluated]] = {before: [] for before in models}
             for batch in under_users_mesh(batches):
                 for before, variables in models.items():
                     seen[before].append(to_host(self._eval(variables, batch)))
             each = {before: mean_of(results, weights) for before, results in seen.items()}
-        found = {f"{before}{name}": value for before, means in each.items() for name, value in means.items()}
-        self._tell("on_eval", metrics=found)
-        return found
+            found = {f"{before}{name}": value for before, means in each.items() for name, value in means.items()}
+            self._tell("on_eval", metrics=found)
+            return found
 
-    @no_mesh_around()
     def check(self, batch: PyTree, *, strict: bool = False) -> "Check":
         """The loss, metrics and gradients of a batch under the plan, beside those of `loss_fn` called plainly on one device.
 
@@ -637,13 +634,13 @@ class Trainer(Generic[M]):
         Raises:
           ValueError: with `strict`, the same.
         """
-        from axonml_jax.training.evaluate import Differentiate
-        from axonml_jax.training.single_device import Check, compared, draws, is_low, not_comparable, plainly
+        with no_mesh_around(), folding:
+            from axonml_jax.training.evaluate import Differentiate
+            from axonml_jax.training.single_device import Check, compared, draws, is_low, not_comparable, plainly
 
-        refuse_tracing("trainer.check")
-        model, training = self.model, self.model._mode
-        view, variables, placement = model._functional, model.values, self.train_step.placement
-        with folding:
+            refuse_tracing("trainer.check")
+            model, training = self.model, self.model._mode
+            view, variables, placement = model._functional, model.values, self.train_step.placement
             given, whole = jax.tree.map(jnp.asarray, to_host((batch, model._rest.whole(variables, model.mesh))))
             key = jax.random.key(0)
             mode = Mode(training=training, precision=placement.plan.precision)
@@ -656,12 +653,11 @@ class Trainer(Generic[M]):
             loss, metrics, grads, _ = program(variables, placed, batch)
             got = {"loss": loss, "metrics": metrics, "gradients": program.rest.outside(grads, model.mesh)}
             (loss, metrics), grads = plainly(view, self._loss_fn, mode, whole, shard_key(key, 0, 0), given)
-        found = compared(got, {"loss": loss, "metrics": metrics, "gradients": grads}, is_low(placement))
-        if strict and found.differs:
-            raise ValueError(str(found))
-        return found
+            found = compared(got, {"loss": loss, "metrics": metrics, "gradients": grads}, is_low(placement))
+            if strict and found.differs:
+                raise ValueError(str(found))
+            return found
 
-    @no_mesh_around()
     def predict(self, batches: Iterable[PyTree], predict_fn: Callable[[Any, PyTree], PyTree] | None = None) -> PyTree:
         """What the model makes of every row of the batches, once, in order: whole NumPy arrays, rows in dim 0.
 
@@ -675,16 +671,16 @@ class Trainer(Generic[M]):
         Raises:
           ValueError: when there are no batches, or naming what has no rows in dim 0.
         """
-        if isinstance(batches, Mapping) or hasattr(batches, "dtype"):
-            raise TypeError("trainer.predict takes batches, one after another: [batch], or a loader")
-        from axonml_jax.training.evaluate import Predict, joined_rows
+        with no_mesh_around(), folding:
+            if isinstance(batches, Mapping) or hasattr(batches, "dtype"):
+                raise TypeError("trainer.predict takes batches, one after another: [batch], or a loader")
+            from axonml_jax.training.evaluate import Predict, joined_rows
 
-        variables, given = self.model.values, (self.model._functional, self._placement, self.model.mesh)
-        fun = predict_fn or _of_arrays
-        build = lambda: Predict(*given, fun, self.model._accept)
-        # By identity: a callable need not be hashable, and the program keeps it alive.
-        program = self._predictions[id(fun)] = self._predictions.get(id(fun)) or build()
-        with folding:
+            variables, given = self.model.values, (self.model._functional, self._placement, self.model.mesh)
+            fun = predict_fn or _of_arrays
+            build = lambda: Predict(*given, fun, self.model._accept)
+            # By identity: a callable need not be hashable, and the program keeps it alive.
+            program = self._predictions[id(fun)] = self._predictions.get(id(fun)) or build()
             return joined_rows([program(variables, batch) for batch in under_users_mesh(batches)])
 
     @contextmanager
@@ -731,15 +727,14 @@ class Trainer(Generic[M]):
             )
         return self._steps[mode]
 
-    @no_mesh_around()
     def trace(self, batch: PyTree) -> Any:
         """The step traced for batches like this one (arrays or shapes); nothing runs. `ax.explain(trainer, batch)` reads it.
 
         Raises:
           TypeError, ValueError: for a batch that `step` would not take.
         """
-        self.train_step.check(batch)
-        with folding:
+        with no_mesh_around(), folding:
+            self.train_step.check(batch)
             return self.train_step.trace(self.state, _shapes(batch))
 
     @no_mesh_around()
@@ -1035,7 +1030,6 @@ class ParallelModel(SavedModel):
         """Switch the model to evaluation; returns itself."""
         return self.train(False)
 
-    @no_mesh_around()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs on the global batch: dim 0 of every array argument is split over the batch axes.
 
@@ -1044,21 +1038,21 @@ class ParallelModel(SavedModel):
         Raises:
           ValueError: when the batch does not divide.
         """
-        from axonml_jax.training.evaluate import Forward
+        with no_mesh_around(), folding:
+            from axonml_jax.training.evaluate import Forward
 
-        if args and isinstance(args[0], Mapping) and isinstance(args[0].get("params"), Mapping):
-            raise TypeError(
-                "the model was called with variables, as module.apply is: it has its own, model(x). In a loop of yours use the "
-                "module, TrainState.create(apply_fn=module.apply, params=ax.place(module, mesh, plan, "
-                "params=variables)['params'])"
-            )
-        self._refuse_tracing("the model")
-        given = self._functional, self._placement, self.mesh, self._mode, self._accept
-        program = self._program(("forward",), lambda: Forward(*given))
-        with folding:
+            if args and isinstance(args[0], Mapping) and isinstance(args[0].get("params"), Mapping):
+                raise TypeError(
+                    "the model was called with variables, as module.apply is: it has its own, model(x). In a loop of yours use "
+                    "the module, TrainState.create(apply_fn=module.apply, params=ax.place(module, mesh, plan, "
+                    "params=variables)['params'])"
+                )
+            self._refuse_tracing("the model")
+            given = self._functional, self._placement, self.mesh, self._mode, self._accept
+            program = self._program(("forward",), lambda: Forward(*given))
             out, state = program(self.values, self._next_key(), args, kwargs)
-        self.variables = replace(self.variables, state=state)
-        return handed_back(out)
+            self.variables = replace(self.variables, state=state)
+            return handed_back(out)
 
     def value_and_grad(self, loss_fn: LossFn) -> Callable[[PyTree], Any]:
         """A function of the global batch that returns the loss and synchronized gradients.
@@ -1078,22 +1072,21 @@ class ParallelModel(SavedModel):
 
         given, loss_fn = loss_fn, of_batch(loss_fn)
 
-        @no_mesh_around()
         def f(*parts: PyTree) -> Any:
-            batch = one_batch(parts)
-            self._refuse_tracing("value_and_grad")
-            sync = self._syncing
-            options: dict[str, Any] = {"training": self._mode, "sync": sync, "accept": self._accept}
-            build = lambda: Differentiate(self._functional, self._placement, self.mesh, loss_fn, **options)
-            # By identity: a callable need not be hashable, and the program keeps it alive.
-            program = self._program(("grad", id(given), sync), build)
-            variables, key = self.values, self._next_key()
-            with folding:
+            with no_mesh_around(), folding:
+                batch = one_batch(parts)
+                self._refuse_tracing("value_and_grad")
+                sync = self._syncing
+                options: dict[str, Any] = {"training": self._mode, "sync": sync, "accept": self._accept}
+                build = lambda: Differentiate(self._functional, self._placement, self.mesh, loss_fn, **options)
+                # By identity: a callable need not be hashable, and the program keeps it alive.
+                program = self._program(("grad", id(given), sync), build)
+                variables, key = self.values, self._next_key()
                 if jax.process_count() > 1:
                     self._compare(program, variables, key, batch)
                 loss, metrics, grads, state = program(variables, key, batch)
-            self.variables = replace(self.variables, state=state)
-            return handed_back((((loss, metrics) if metrics else loss), self._outside(grads) if sync else grads))
+                self.variables = replace(self.variables, state=state)
+                return handed_back((((loss, metrics) if metrics else loss), self._outside(grads) if sync else grads))
 
         return f
 

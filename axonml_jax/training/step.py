@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 import optax
-from jax.core import Tracer
 from jax.sharding import Mesh
 
 from axonml_jax.base import LossFn, PyTree, named_leaves
 from axonml_jax.collectives.primitives import sum_over
-from axonml_jax.compat.order import handed_back, no_mesh_around
+from axonml_jax.compat.order import handed_back, is_traced_around, no_mesh_around
 from axonml_jax.mesh.axes import LAYER_AXES
 from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.model.view import Functional, Mode, Variables
@@ -91,7 +90,7 @@ class TrainStep:
         Raises:
           ValueError: when the batch does not divide, or when the state, or a part of it, was given to an earlier step.
         """
-        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
+        if is_traced_around():
             self.check(jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x)), batch))
             with folding, explain_typed_scan(self.placement.plan.check_vma):
                 return self._compiled.inlined(state, self.placement.batch_layout.place(batch, self.mesh))
@@ -115,18 +114,16 @@ class TrainStep:
         """Refuse a batch, of arrays or shapes, that a step cannot take (see `check_batch`)."""
         check_batch(self.placement.batch_layout, batch, self.placement.plan.microbatches)
 
-    @no_mesh_around()
     def trace(self, state: TrainState, batch: PyTree):
         """The step traced on arrays or shapes (`.jaxpr`, `.lower()`): what the ledger reads."""
-        self.check(batch)
-        with folding:
+        with no_mesh_around(), folding:
+            self.check(batch)
             return self._compiled.trace(state, self.placement.batch_layout.marked(batch))
 
-    @no_mesh_around()
     def lower(self, state: TrainState, batch: PyTree):
         """The step lowered on arrays or shapes (`.as_text()`, `.compile()`)."""
-        self.check(batch)
-        with folding:
+        with no_mesh_around(), folding:
+            self.check(batch)
             return self._compiled.lower(state, self.placement.batch_layout.marked(batch))
 
     @no_mesh_around()
