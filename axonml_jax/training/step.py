@@ -230,7 +230,8 @@ def whole_batch(placement: Placement, loss_fn: LossFn) -> "WholeBatch | None":
     from axonml_jax.meaning.places import Group
     from axonml_jax.meaning.whole_batch import MixingRows, WholeBatch
 
-    in_layers = any(placement.degrees.get(axis, 1) > 1 for axis in LAYER_AXES if axis not in placement.left)
+    split = {axis for axis, size in placement.degrees.items() if size > 1}
+    in_layers = not split.isdisjoint(set(LAYER_AXES).difference(placement.left))
     together = lambda names: tuple(axis for axis in names if axis not in axes.independent)
     layout, rows = placement.batch_layout, together(placement.batch_layout.rows)
     trained = jax.tree.leaves(placement.params, is_leaf=is_layout)
