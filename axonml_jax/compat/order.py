@@ -17,6 +17,7 @@ from jax._src.config import trace_context
 from jax._src.core import trace_state_clean
 from jax._src.lax import parallel
 from jax._src.mesh import thread_resources
+from jax.core import Tracer
 from jax.extend.core import Primitive, Var, get_opaque_trace_state
 from jax.extend.random import threefry_2x32
 from jax.interpreters import ad, mlir
@@ -172,9 +173,10 @@ def taken_in(tree: T) -> T:
 def _told(leaf: Any, mesh: Mesh) -> Any:
     """The same array with its place told in the names of another mesh of the same devices; itself where it cannot be."""
     lies = leaf.sharding
-    if not isinstance(lies, NamedSharding) or isinstance(leaf, jax.core.Tracer):
+    if not isinstance(lies, NamedSharding) or isinstance(leaf, Tracer):
         return leaf
-    if lies.mesh.devices.shape == mesh.devices.shape and (lies.mesh.devices == mesh.devices).all():
+    devices: Any = lies.mesh.devices
+    if devices.shape == mesh.devices.shape and (devices == mesh.devices).all():
         names = dict(zip(lies.mesh.axis_names, mesh.axis_names, strict=True))
         entry = lambda e: tuple(map(names.get, e)) if isinstance(e, tuple) else names.get(e)
         spec = PartitionSpec(*map(entry, lies.spec))

@@ -43,7 +43,7 @@ def shape_of(aval: AbstractValue) -> Any:
     shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]
     if not (axes := tuple(sorted(varying_axes(aval)))):
         return shape
-    keys = jax.dtypes.issubdtype(shape.dtype, jax.dtypes.prng_key)
+    keys = jax.numpy.issubdtype(shape.dtype, jax.dtypes.prng_key)
     some = jax.random.key(0) if keys else jax.numpy.zeros((), shape.dtype)
     return cast_to_varying(jax.numpy.broadcast_to(some, shape.shape), axes)
 

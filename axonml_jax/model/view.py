@@ -1124,7 +1124,7 @@ def _given(view: Functional, variables: Variables) -> tuple[Functional, Variable
     meshes = {each.mesh.abstract_mesh: None for each in lies if isinstance(each, NamedSharding)}
     view.users_meshes = (*view.users_meshes, *meshes)
     typed = lambda each: isinstance(each, NamedSharding) and AxisType.Explicit in each.mesh.axis_types
-    view.users_specs = tuple(each.spec if typed(each) else None for each in lies)
+    view.users_specs = tuple(each.spec if each is not None and typed(each) else None for each in lies)
     shapes = [name for name, leaf in leaves.items() if is_shape(leaf)]
     if shapes and len(shapes) < len(leaves):
         raise ValueError(

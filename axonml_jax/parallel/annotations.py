@@ -158,7 +158,7 @@ class Annotations:
         ours = as_mesh(mesh)
         known = dict(zip(getattr(mesh, "axis_names", ours.axis_names), ours.axis_names, strict=True))
         known |= {name: name for name in ours.axis_names}
-        first = tuple(rules.items() if isinstance(rules, Mapping) else rules)
+        first: tuple[Any, ...] = tuple(rules.items() if isinstance(rules, Mapping) else rules)
         found, problems = {}, []
         for path, each in written(model, params, tuple(known)).items():
             found[path], wrong = _meant(each, first, known, dict(ours.shape))

@@ -263,6 +263,7 @@ def chosen(remat: Any, cut: Any, parts: Sequence[Any], names: Sequence[str], gra
 def _named(cut: Any, i: int, part: Any, names: Sequence[str], grads: Sequence[int], seen: set[int]) -> tuple[Any, Unit]:
     segment, loop = cut.segments[i], hasattr(part, "body")
     body = part.body if loop else part
+    paths: dict[int, Any]
     if loop:
         paths = {part.inner[k]: names[weight] for k, weight in part.scanned.items()}
     else:

@@ -649,7 +649,7 @@ def transform_of(remat: Remat, *, apart: bool = False) -> Callable[[Callable], C
 
 def transforms_of(
     remat: Any, pieces: Cut, parts: list, names: Sequence[str], grads: Sequence[int]
-) -> tuple[list, list[Transform]]:
+) -> tuple[list, list]:
     """The parts of a program, and what a plan's recomputation makes of each.
 
     Args:
@@ -662,8 +662,9 @@ def transforms_of(
     if isinstance(remat, str) or remat is None:
         return parts, [transform_of(remat, apart=isinstance(part, UnitLoop)) for part in parts]
     if callable(remat):
+        policy: Any = remat
         return parts, [
-            partial(jax.checkpoint, policy=remat, prevent_cse=not isinstance(part, UnitLoop)) for part in parts
+            partial(jax.checkpoint, policy=policy, prevent_cse=not isinstance(part, UnitLoop)) for part in parts
         ]
     from axonml_jax.parallel.recompute import ByNames, chosen
 

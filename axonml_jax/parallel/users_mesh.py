@@ -160,7 +160,7 @@ def _attempts(
     rows = [name for name in named if AXES.get(name, name) in ("data", "fsdp")]
     given = list(model.users_specs)
     for axes in dict.fromkeys((tuple(rows[:1]), tuple(rows), ())):
-        batch = PartitionSpec(axes if len(axes) > 1 else axes[0]) if axes else None
+        batch = PartitionSpec(axes if len(axes) > 1 else next(iter(axes))) if axes else None
 
         def lies(k: int, leaf: jax.Array, batch: PartitionSpec | None = batch) -> PartitionSpec | None:
             if k < num_variables:

@@ -949,7 +949,7 @@ def _step(together: Sequence[DiscreteChoice], asked: Question) -> tuple[Step, Ma
     degrees = {axis: spread([mesh[axis] for mesh in meshes], repeats) for axis in meshes[0]}
     weights, plan = weights_together(placings, meshes, repeats), placings[0].plan
     roles = {axis: strategy.role for axis, strategy in plan.on(degrees).items()}
-    often = {name: column(name) for name in ("microbatches", "full", "selective")}
+    often: dict[str, Any] = {name: column(name) for name in ("microbatches", "full", "selective")}
     run = Run(roles=roles, pipelined="pipe" in degrees, **often)
     shards = math.prod(degrees[axis] for axis in splitting(roles, "rows"))
     layers, chunks = asked.model.num_layers, column("chunks")

@@ -202,7 +202,9 @@ def _graph(program: Program, num_given: int) -> Graph:
     read = {number for each in second for number in each.read if number in made}
     sizes = _sizes(program, first, second)
     roots = _roots(program)
-    of_root = lambda numbers: tuple(dict.fromkeys(roots.get(number, number) for number in numbers))
+    of_root: Callable[[Iterable[Any]], tuple[Any, ...]] = lambda numbers: tuple(
+        dict.fromkeys(roots.get(number, number) for number in numbers)
+    )
     labels: dict[str, tuple[int, ...]] = {}
     for each in first:
         if each.name == "name" and (each.op.label.startswith(KEEP) or not each.op.label.startswith("axonml.")):
@@ -313,7 +315,7 @@ def front(graph: Graph, rates: Rates, *, plain: bool) -> list[Price]:
         now, left = price(start), list(together)
         found.append(now)
         while left:
-            tried = [(price(change(now.keep, each)), each) for each in left]
+            tried = [(price(change(now.keep, each)), each) for each in left]  # pyright: ignore[reportArgumentType]
             now, taken = min(tried, key=lambda pair: _worth(now, pair[0]))
             left.remove(taken)
             found.append(now)

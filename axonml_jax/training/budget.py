@@ -192,6 +192,6 @@ def _resting(args: tuple) -> int:
     for leaf in jax.tree.leaves(args):
         sharding = getattr(leaf, "sharding", None)
         shape = sharding.shard_shape(leaf.shape) if sharding is not None else leaf.shape
-        itemsize = 8 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
+        itemsize = 8 if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
         total += math.prod(shape) * itemsize
     return total
