@@ -792,8 +792,8 @@ def _no_tree(model: Any, *_: Any) -> Any:
     """What JAX and Flax ask of a model that is given to their own transforms and optimizers."""
     raise TypeError(
         f"an ax.{type(model).__name__} is no Flax module, and JAX and nnx (jit, value_and_grad, Optimizer, state, split) do "
-        "not see into it: train it by trainer = model.trainer(optax.adamw(1e-3), loss_fn) and trainer.step(batch); or keep your "
-        "own loop, with module = ax.place(module, mesh, plan) in the place of your module"
+        "not see into it: train it by trainer = model.trainer(optax.adamw(1e-3), loss_fn) and trainer.step(batch); or keep "
+        "your own loop, with module = ax.place(module, mesh, plan) in the place of your module"
     )
 
 
