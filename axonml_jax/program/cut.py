@@ -117,8 +117,13 @@ def sums(result: Saveable) -> bool:
 
     A sum takes a row per token. What is gathered takes as many times its part as there are ranks: it is sent again.
     """
-    makers = [rule_of(name).sends for name in result.made_by]
-    return any(sends is not None and sends[0] in ("all_reduce", "reduce_scatter") for sends in makers)
+    return any(map(is_sum, result.made_by))
+
+
+def is_sum(name: str) -> bool:
+    """Whether an operation sums over ranks."""
+    sends = rule_of(name).sends
+    return sends is not None and sends[0] in ("all_reduce", "reduce_scatter")
 
 
 def products_and_sums(result: Saveable) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 
 from axonml_jax.compat.jaxpr import live, trace
 from axonml_jax.compat.order import Saveable
-from axonml_jax.program.cut import sums
+from axonml_jax.program.cut import is_sum, sums
 from axonml_jax.program.program import Equation, Program, forward, names_of, read_program, rule_of
 
 KEEP = "axonml.keep:"
@@ -101,8 +101,8 @@ class Graph:
       sizes: bytes of every value; 0 for another form of one, or what is part of the next operation.
       read: values of the forward that the backward reads.
       labels: of the values that may be kept.
-      always: values that are kept whatever is chosen: inputs, constants, sums over ranks.
-      given: bytes of what the piece is given.
+      always: values that are there whatever is chosen: inputs and constants.
+      sums: those that are sums over ranks, which every set keeps.
     """
 
     ops: tuple[_Op, ...]
@@ -213,16 +213,11 @@ def _graph(program: Program, num_given: int) -> Graph:
             labels[KERNELS] = (*labels.get(KERNELS, ()), *each.outputs)
     op = partial(_op, program, of_root)
     ops = tuple(op(each) for each in (*first, *second) if each.name not in _ALIASES)
-    summed = {number for each in first if _sums(each) for number in each.outputs}
+    summed = {number for each in first if is_sum(each.name) for number in each.outputs}
     return Graph(
         ops, sum(each.name not in _ALIASES for each in first), sizes, frozenset(of_root(read)), labels,
         frozenset((*program.inputs, *program.constants)), frozenset(of_root(summed)),
     )  # fmt: skip
-
-
-def _sums(each: Equation) -> bool:
-    sends = rule_of(each.name).sends
-    return sends is not None and sends[0] in ("all_reduce", "reduce_scatter")
 
 
 def _roots(program: Program) -> dict[int, int]:
