@@ -265,6 +265,26 @@ def lines(text: str) -> str:
     return f'<div style="margin:4px 0">{"<br>".join(map(escape, text.splitlines()))}</div>'
 
 
+def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
+    """A table whose first `left` columns are flush left and the others flush right.
+
+    >>> print(aligned(["what", "bytes"], [["a", "1,024"], ["bcd", "8"]], left=1))
+    what  bytes
+    ----  -----
+    a     1,024
+    bcd       8
+    """
+    widths = [max(len(cell) for cell in column) for column in zip(header, *rows, strict=True)]
+    every = [header, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if index < left else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in every
+    )
+
+
 def table(
     header: Sequence[str],
     rows: Sequence[Sequence[str]],

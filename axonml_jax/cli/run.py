@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from axonml_jax.base import PyTree, logger, print0
+from axonml_jax.base import PyTree, aligned, logger, print0
 from axonml_jax.checkpoint.format import DamagedCheckpoint, Manifest, Team, checkpoints_in, manifests_in, name_of
 from axonml_jax.checkpoint.manager import CheckpointManager, manifest_of, save
 from axonml_jax.checkpoint.memory import MemoryCopies, restore_newest
@@ -39,7 +39,7 @@ from axonml_jax.data.loader import DataLoader
 from axonml_jax.facade.trainer import Trainer
 from axonml_jax.launch.leftovers import MARK
 from axonml_jax.launch.workers import RESTART_COUNT
-from axonml_jax.ledger.count import aligned, collectives_in
+from axonml_jax.ledger.count import collectives_in
 from axonml_jax.mesh.init import init, num_launched
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.simulate import fake_devices

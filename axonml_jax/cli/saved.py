@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from axonml_jax.base import print0
+from axonml_jax.base import aligned, print0
 from axonml_jax.checkpoint.format import AVERAGE, Manifest, Team, checkpoints_in
 from axonml_jax.checkpoint.manager import restore
 from axonml_jax.cli.records import plot_runs, read_records
@@ -39,7 +39,6 @@ from axonml_jax.data.documents import TextSoFar, Tokenizer, load_tokenizer
 from axonml_jax.data.loader import DataLoader
 from axonml_jax.facade.generate import generate
 from axonml_jax.facade.trainer import AveragedParams, ParallelModel
-from axonml_jax.ledger.count import aligned
 from axonml_jax.models.generate import Sampling
 from axonml_jax.models.transformer import counted
 from axonml_jax.sharding.layout import to_host

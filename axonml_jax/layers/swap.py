@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from axonml_jax.base import PyTree
+from axonml_jax.base import PyTree, aligned
 from axonml_jax.collectives.gradients import copy_to, gather_from, own_slice, reduce_from
 from axonml_jax.collectives.primitives import axis_index, bound, degree, swap_parts
 from axonml_jax.compat.jaxpr import trace
@@ -364,13 +364,10 @@ class AutoReport:
         return {entry.path: entry.why for entry in self.entries if entry.became is None}
 
     def __str__(self) -> str:
-        rows = [("layer", "was", "is now", "how, or why not")]
-        rows += [(path, each.kind, each.became or "as it was", each.why) for path, each in self._folded()]
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows]
-        lines.insert(1, "  ".join("-" * width for width in [*widths, max(len(row[3]) for row in rows)]))
+        rows = [(path, each.kind, each.became or "as it was", each.why) for path, each in self._folded()]
+        table = aligned(["layer", "was", "is now", "how, or why not"], rows, left=4)
         split = ", ".join(f"{axis}={size}" for axis, size in self.axes.items())
-        return "\n".join([f"auto_parallelize over {split}: {len(self.swapped)} of {len(self.entries)} layers", *lines])
+        return "\n".join([f"auto_parallelize over {split}: {len(self.swapped)} of {len(self.entries)} layers", table])
 
     def _folded(self) -> list[tuple[str, SwappedLayer]]:
         """One row for layers of repeated blocks to which the same happened: a path in which numbers that differ are `*`."""

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from axonml_jax.base import aligned
 from axonml_jax.compat.jaxpr import parsed
 from axonml_jax.cost.decoder import KINDS as WIRE_KINDS
 from axonml_jax.cost.decoder import Amount, exact, wire_elements
-from axonml_jax.ledger.count import Branch, Collective, Loop, aligned, number
+from axonml_jax.ledger.count import Branch, Collective, Loop, number
 
 # --------------------------------------------------------------------------------------------------
 # Where a compiled program's collectives stand: kinds and loops of optimized HLO.

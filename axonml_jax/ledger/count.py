@@ -289,30 +289,10 @@ class PrintedTable:
     shares: Sequence[float] = ()
 
     def __str__(self) -> str:
-        return aligned(self.header, self.rows, self.left)
+        return markup.aligned(self.header, self.rows, self.left)
 
     def _repr_html_(self) -> str:
         return markup.table(self.header, self.rows, self.left, shares=self.shares)
-
-
-def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
-    """A table whose first `left` columns are flush left and the others flush right.
-
-    >>> print(aligned(["what", "bytes"], [["a", "1,024"], ["bcd", "8"]], left=1))
-    what  bytes
-    ----  -----
-    a     1,024
-    bcd       8
-    """
-    widths = [max(len(cell) for cell in column) for column in zip(header, *rows, strict=True)]
-    lines = [header, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if index < left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
 
 
 def number(amount: Amount) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any, overload
 
-from axonml_jax.base import PyTree, lines, named_leaves, section
+from axonml_jax.base import PyTree, aligned, lines, named_leaves, section
 from axonml_jax.compat.order import no_mesh_around
 from axonml_jax.cost.base import GRADIENTS, PARAMETERS
 from axonml_jax.cost.decoder import Amount, exact, is_decoder
@@ -16,7 +16,6 @@ from axonml_jax.ledger.count import (
     Collective,
     PrintedTable,
     TrafficRow,
-    aligned,
     axes_table,
     collectives_in,
     number,

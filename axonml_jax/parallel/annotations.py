@@ -10,7 +10,7 @@ from flax import linen, nnx
 from flax.core import spmd
 from jax.sharding import NamedSharding, PartitionSpec
 
-from axonml_jax.base import PyTree, lines, section, table
+from axonml_jax.base import PyTree, aligned, lines, section, table
 from axonml_jax.mesh.axes import BATCH_AXES, LAYER_AXES, PARTITIONED, STAGES, as_axes
 from axonml_jax.mesh.world import as_mesh
 from axonml_jax.model.view import ModelAround, unboxed
@@ -221,11 +221,8 @@ class Annotations:
     _HEADER = ("parameter", "shape", "annotated", "by", "becomes")
 
     def __str__(self) -> str:
-        rows = [list(self._HEADER), *self.rows()]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(self._HEADER))]
-        rows.insert(1, ["-" * width for width in widths])
-        text = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*text, *(f"refused:{each[1:]}" for each in self.problems)])
+        text = aligned(self._HEADER, self.rows(), left=len(self._HEADER))
+        return "\n".join([text, *(f"refused:{each[1:]}" for each in self.problems)])
 
     def __repr__(self) -> str:
         return f"Annotations({sum(bool(each.said) for each in self.of.values())} of {len(self.of)} parameters)"

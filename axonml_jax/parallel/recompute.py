@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from axonml_jax.base import size_in_words
+from axonml_jax.base import aligned, size_in_words
 from axonml_jax.compat.order import SaveWhere
 from axonml_jax.program.program import rule_of
 from axonml_jax.program.recompute import (
@@ -65,8 +65,9 @@ class Recompute:
       live: bytes that are predicted to be live at the fullest moment of the backward, beside what rests; None: nobody asked.
 
     >>> print(Recompute((UnitChoice("blocks/0", ("mlp/up/kernel",), ("mlp/down/kernel",), 1, 2048, 64, 1e-6),)))
-    unit      kept           again            bytes    FLOPs  seconds
-    blocks/0  mlp/up/kernel  mlp/down/kernel  2.0 KiB  64     1e-06
+    unit      kept           again              bytes  FLOPs  seconds
+    --------  -------------  ---------------  -------  -----  -------
+    blocks/0  mlp/up/kernel  mlp/down/kernel  2.0 KiB     64    1e-06
     """
 
     units: tuple[UnitChoice, ...]
@@ -93,7 +94,7 @@ class Recompute:
         return sum(unit.seconds for unit in self.units)
 
     def __str__(self) -> str:
-        rows = [("unit", "kept", "again", "bytes", "FLOPs", "seconds")]
+        rows = []
         alike = lambda unit: (unit.keep, unit.again, unit.trips, unit.bytes, unit.flops)
         for _, group in groupby(self.units, alike):
             first, *others = group
@@ -102,16 +103,14 @@ class Recompute:
             rows.append(
                 (
                     name + (f" x {first.trips}" if first.trips > 1 else ""),
-                    EVERYTHING if first.keep is None else ", ".join(first.keep) or "nothing",
-                    ", ".join(first.again) or "nothing",
+                    EVERYTHING if first.keep is None else _in_words(first.keep),
+                    _in_words(first.again),
                     size_in_words(number * first.bytes),
                     f"{number * first.flops:,}",
                     f"{number * first.seconds:.3g}",
                 )
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        padded = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-        return "\n".join(line.rstrip() for line in padded)
+        return aligned(["unit", "kept", "again", "bytes", "FLOPs", "seconds"], rows, left=3)
 
     def choice(self, units: "Sequence[Unit]") -> "Recompute":
         """Itself, for a program that has these units.
@@ -132,6 +131,12 @@ class Recompute:
                 f"values {sorted({label for unit in units for label in unit.labels})}: choose again with memory="
             )
         return replace(self, units=tuple(own.get(name, UnitChoice(name, None)) for name in there))
+
+
+def _in_words(labels: Sequence[str]) -> str:
+    """The first of some labels, and how many more there are."""
+    few, more = labels[:4], len(labels) - 4
+    return ", ".join(few) + (f" and {more} more" if more > 0 else "") or "nothing"
 
 
 # --------------------------------------------------------------------------------------------------

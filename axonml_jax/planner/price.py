@@ -7,11 +7,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from axonml_jax.base import aligned
 from axonml_jax.cost.base import ATTENTION, GRADIENTS, LATER, ONCE, PARAMETERS, Flow
 from axonml_jax.cost.decoder import Many, divided, either, least, varies
 from axonml_jax.cost.memory import Memory
 from axonml_jax.layers.kernels import kernel_of
-from axonml_jax.ledger.count import aligned
 from axonml_jax.ledger.predict import Prediction
 from axonml_jax.mesh.axes import AXES, LAYER_AXES
 from axonml_jax.pipeline.schedules import AXIS as PIPE

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from axonml_jax.base import aligned
 from axonml_jax.cost.base import (
     Flow,
     Placed,
@@ -29,7 +30,6 @@ from axonml_jax.cost.base import (
 from axonml_jax.cost.decoder import Many, decoder_weights, divided, problems, varies
 from axonml_jax.cost.flows import SplitAttention, expert_flops, recomputed_flops, stage_costs, stages_of
 from axonml_jax.cost.memory import Memory, Step, attention_work, compute_dtype, flows, held
-from axonml_jax.ledger.count import aligned
 from axonml_jax.ledger.predict import Prediction, new_figure, panels, predict, put_title, save
 from axonml_jax.mesh.axes import AXES, LAYER_AXES, batch_axes
 from axonml_jax.mesh.shape import MeshShape

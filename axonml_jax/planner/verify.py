@@ -18,13 +18,13 @@ import optax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from axonml_jax.base import PyTree
+from axonml_jax.base import PyTree, aligned
 from axonml_jax.collectives.primitives import sum_over
 from axonml_jax.compat.processes import backend_started
 from axonml_jax.layers.kernels import target_platform
 from axonml_jax.layers.whole import tensor_specs
 from axonml_jax.ledger.compiled import Moved, collectives_in_compiled, device_peak, moved, moved_table
-from axonml_jax.ledger.count import aligned, collectives_in
+from axonml_jax.ledger.count import collectives_in
 from axonml_jax.ledger.predict import MemoryDifference, Prediction, difference, memory_difference, predict
 from axonml_jax.mesh.axes import AXES
 from axonml_jax.mesh.shape import make_mesh
