@@ -481,8 +481,7 @@ def place(
     if asked := [name for name, there in idle.items() if there]:
         raise ValueError(
             f"ax.place says where arrays lie, and {', '.join(asked)} of the plan would have no effect in a loop of your "
-            "own: leave "
-            "it out, or train by parallelize(model, mesh, plan).trainer(tx, loss_fn)"
+            "own: leave it out, or train by parallelize(model, mesh, plan).trainer(tx, loss_fn)"
         )
     if isinstance(model, linen.Module):
         return _named_as(parallel.module.variables, mesh)

@@ -23,7 +23,7 @@ from axonml_jax.meaning.places import Group, Places
 from axonml_jax.meaning.plain_mean import talks
 from axonml_jax.meaning.two_sweeps import Recording, calls_of, finished, first_only, of_all_rows, read_beside, second
 from axonml_jax.meaning.values import Ranks, Value
-from axonml_jax.model.loss import Loss, WeightedMean, per_weight
+from axonml_jax.model.loss import Loss, WeightedMean, of_batch, per_weight
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.program.program import Atom
 
@@ -63,7 +63,7 @@ def mixing_rows(loss_fn: LossFn, *, most_bytes: int | None = None, two_sweeps: b
         raise ValueError(f"two_sweeps={two_sweeps!r} must be True or False")
     if most_bytes is not None and (isinstance(most_bytes, bool) or not isinstance(most_bytes, int) or most_bytes < 0):
         raise ValueError(f"most_bytes={most_bytes!r} must be a number of bytes, or None for any number")
-    return MixingRows(loss_fn, most_bytes, two_sweeps)
+    return MixingRows(of_batch(loss_fn), most_bytes, two_sweeps)
 
 
 Finish = Callable[[jax.Array, dict[str, jax.Array]], tuple]

@@ -123,9 +123,9 @@ def of_batch(loss_fn: Any) -> Any:
         if not isinstance(batch, tuple) or len(batch) != len(needed) - 1:
             raise TypeError(
                 f"loss_fn takes ({', '.join(needed)}), and a step gives it the model and what is a batch: call "
-                f"step({', '.join(needed[1:])}) with all of them as arrays of rows, or write loss_fn(model, batch). "
-                "Random streams "
-                "belong into the model (self.rngs = nnx.Rngs(0); every step draws anew), metrics into what the loss returns"
+                f"step({', '.join(needed[1:])}) with all of them as arrays of rows, or write loss_fn(model, batch). Random "
+                "streams belong into the model (self.rngs = nnx.Rngs(0); every step draws anew), metrics into what the loss "
+                "returns"
             )
         return loss_fn(model, *batch)
 
@@ -142,8 +142,7 @@ def of_arrays(loss_fn: Any) -> str | None:
         return None
     return (
         f"loss_fn({first}, batch): what a loss gets first is the model with its parameters in it, not these: write "
-        "loss_fn(model, "
-        "batch) and call it, model(x), in the place of module.apply or nnx.merge"
+        "loss_fn(model, batch) and call it, model(x), in the place of module.apply or nnx.merge"
     )
 
 

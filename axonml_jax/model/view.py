@@ -809,9 +809,8 @@ def _filter(trainable: Any) -> Callable[[Any, Any], bool]:
         return nnx.filterlib.to_predicate(tuple(trainable) if isinstance(trainable, list) else trainable)
     except TypeError as error:
         raise TypeError(
-            f"trainable={trainable!r} says nothing about parameters: give regular expressions of path names, a "
-            "predicate of the "
-            f"path name, or an NNX filter ({error})"
+            f"trainable={trainable!r} says nothing about parameters: give regular expressions of path names, a predicate "
+            f"of the path name, or an NNX filter ({error})"
         ) from None
 
 

@@ -14,7 +14,7 @@ from axonml_jax.base import LossFn, PyTree, named_leaves, path_name
 from axonml_jax.collectives.primitives import JOINS, joined_over, sum_over
 from axonml_jax.facade.facades import parallelize
 from axonml_jax.layers.float8 import reading_float8
-from axonml_jax.model.loss import Loss, Precision, parse_loss, per_weight
+from axonml_jax.model.loss import Loss, Precision, of_batch, parse_loss, per_weight
 from axonml_jax.model.view import Functional, Mode, Trainable, Variables, functionalize
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.batch import check_batch
@@ -311,6 +311,7 @@ def assert_equals_single_device(
     view, variables = functionalize(model, params, trainable)
     for each in batches:
         check_batch(parallel._placement.batch_layout, each, plan.microbatches)
+    loss_fn = of_batch(loss_fn)
     wanted = _run_oracle(parallel, view, variables, loss_fn, batches, tx, max_grad_norm, seed)
     got = _run_parallel(parallel, loss_fn, batches, tx, max_grad_norm)
     if parallel._placement.axes.buffers is not None and not parallel._placement.axes.independent:

@@ -117,8 +117,7 @@ class Compiled:
         if self._accept is not None:
             raise TypeError(
                 "what XLA's partitioner sends in this plan's step is read from its own compiled program, which is none "
-                "inside of "
-                "jax.jit or jax.lax.scan: call the step as it is, in a Python loop"
+                "inside of jax.jit or jax.lax.scan: call the step as it is, in a Python loop"
             )
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), args)
         if self._inner is None:
@@ -382,20 +381,18 @@ class Objective:
         except flax.errors.TraceContextError as error:
             said = TypeError(
                 f"the loss changes an object of the script's own, outside of the model ({error}). Random streams and "
-                "metrics that a "
-                "step changes belong into the model: self.rngs = nnx.Rngs(0), self.metrics = nnx.MultiMetric(...), "
-                "both used as "
-                'attributes of the model that the loss gets; or return what is measured, loss, {"logits": logits}'
+                "metrics that a step changes belong into the model: self.rngs = nnx.Rngs(0), self.metrics = "
+                "nnx.MultiMetric(...), both used as attributes of the model that the loss gets; or return what is measured, "
+                'loss, {"logits": logits}'
             )
             raise said.with_traceback(error.__traceback__) from None
         except Exception as error:
             if "should match the mesh passed to shard_map" in str(error):
                 said = ValueError(
                     "the code of the model or of the loss maps itself over a mesh (jax.shard_map), but runs inside of "
-                    "this plan's "
-                    "own shard_map, on one rank's rows already: call what it maps directly where there is no such mesh "
-                    "around, or "
-                    f"train this model by XLA's partitioner alone, in your own loop (ax.place). JAX says: {error}"
+                    "this plan's own shard_map, on one rank's rows already: call what it maps directly where there is no "
+                    "such mesh around, or train this model by XLA's partitioner alone, in your own loop (ax.place). JAX "
+                    f"says: {error}"
                 )
                 raise said.with_traceback(error.__traceback__) from None
             if note := several_batches(batch):
