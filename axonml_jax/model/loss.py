@@ -129,6 +129,8 @@ def of_batch(loss_fn: Any) -> Any:
             )
         return loss_fn(model, *batch)
 
+    # What it takes itself, not what it wraps: asked again, it is a loss of one batch.
+    on_parts.__signature__ = inspect.signature(on_parts, follow_wrapped=False)  # pyright: ignore[reportAttributeAccessIssue]
     return on_parts
 
 
