@@ -125,9 +125,8 @@ def block_activations(
     )
     within = within + (_head_norms(config, wide, itemsize) if config.qk_norm else 0)
     # Beside the block's input; what the norms make is in float32, and twice where rsqrt and scale are one factor.
-    one_pass = (
-        platform == "cuda" and itemsize == 2
-    )  # norms and activations go over memory once, whether by kernels or XLA's
+    # Norms and activations go over memory once there, whether by kernels or XLA's fusions.
+    one_pass = platform == "cuda" and itemsize == 2
     normed = 2 * wide if one_pass else size * wide * (1 if config.zero_centered_norm else 2)
     between = 3 * size * itemsize + 2 * normed + (2 * (size * itemsize + normed) if config.post_norms else 0)
     products, feed = shape.opened * itemsize, _feed(config, tokens, inside, itemsize, experts, one_pass)
@@ -190,9 +189,8 @@ def _feed(
 ) -> _Feed:  # fmt: skip
     gated = inward_products(config) == 2
     dense = lambda inner, each: divided(tokens * inner * each * itemsize, inside)
-    kept = (
-        (3 if gated else 2) if one_pass else (5 if gated else 3)
-    )  # without what the activation's gradient makes again
+    # In one pass without what the activation's gradient makes again.
+    kept = (3 if gated else 2) if one_pass else (5 if gated else 3)
     own = _Feed(dense(config.mlp_size, kept), dense(config.mlp_size, 2 if gated else 1))
     if experts is None or config.experts is None:
         return own
