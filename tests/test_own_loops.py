@@ -116,6 +116,8 @@ def test_what_a_placed_module_would_ignore_is_refused():
         ax.place(Net(), mesh_of(data=2), ax.Plan(accumulate=2, remat="full"))
     with pytest.raises(ValueError, match="precision=Precision"):
         ax.place(Net(), mesh_of(data=2), ax.Plan(precision="bf16"))
+    with pytest.raises(ValueError, match=r"memory='1GiB', draws='rows', kernels='xla', check_vma=True of the plan"):
+        ax.place(Net(), mesh_of(data=2), ax.Plan(memory="1GiB", draws="rows", kernels="xla", check_vma=True))
 
 
 # Ours, inside of their transforms.

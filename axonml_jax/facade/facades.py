@@ -477,6 +477,11 @@ def place(
         f"precision={own.precision}": own.precision != Precision(),
         f"accumulate={own.accumulate}": own.accumulate > 1,
         f"remat={own.remat!r}": own.remat is not None,
+        f"memory={own.memory!r}": own.memory is not None,
+        f"draws={own.draws!r}": own.draws != "shards",
+        f"kernels={own.kernels!r}": own.kernels != "auto",
+        f"batch_stats={own.batch_stats!r}": own.batch_stats != "global",
+        "check_vma=True": own.check_vma,
     }
     if asked := [name for name, there in idle.items() if there]:
         raise ValueError(
