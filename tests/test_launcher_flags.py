@@ -10,8 +10,9 @@ from axonml_jax.config.config import ConfigError
 from axonml_jax.launch import workers as environment
 from axonml_jax.launch.options import read_options, streams_of
 from axonml_jax.launch.workers import Failure, report, root_cause, traceback_of
+from axonml_jax.mesh import init as joining
 from axonml_jax.mesh import join as coordinator
-from axonml_jax.mesh.launchers import launch_environment
+from axonml_jax.mesh.launchers import LaunchEnvironment, launch_environment
 
 
 @pytest.fixture
@@ -224,6 +225,29 @@ def test_the_coordinator_listens_on_one_address_only(case, monkeypatch):
     reached = coordinator.reached_at(given, one_host)
     assert coordinator.split_address(reached, "it") in ((wanted, 80), coordinator.split_address(given, "it"))
     assert (reached != given) == (given == "self:80" and not one_host)
+
+
+def test_processes_of_the_coordinators_machine_call_where_it_listens(monkeypatch):
+    class Called(Exception):
+        """With the address."""
+
+    def roll_call(address, *rest, **more):
+        raise Called(address)
+
+    loopback = lambda host, port, **options: [(None, None, None, "", ("127.0.1.1", port))]
+    monkeypatch.delenv(coordinator.ASKED, raising=False)
+    monkeypatch.setattr(coordinator.socket, "getaddrinfo", loopback)
+    monkeypatch.setattr(coordinator, "outward_address", lambda: "10.9.9.9")
+    for name, instead in {
+        "backend_started": False,
+        "_prepare_cpu_devices": None,
+        "keep_in_every_process": None,
+    }.items():
+        monkeypatch.setattr(joining, name, lambda instead=instead: instead)
+    monkeypatch.setattr(joining, "roll_call", roll_call)
+    for process in (0, 1):  # of two on this machine, and two on another
+        with pytest.raises(Called, match=r"^10\.9\.9\.9:80$"):
+            joining._join(LaunchEnvironment("slurm", "self:80", 4, process, process, 2), None, 5)
 
 
 def test_all_interfaces_only_when_asked(monkeypatch):
