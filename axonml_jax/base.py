@@ -1,15 +1,18 @@
 """What every floor uses: types of trees and names of leaves, checks of fields, logging, tables, and synonyms of options."""
 
+import contextlib
 import difflib
 import enum
 import functools
 import logging
 import math
 import numbers
+import os
 import random
 import sys
 import threading
 import typing
+import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -153,11 +156,22 @@ def _is_finite(value: numbers.Real) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Messages that know their rank: a logger that prefixes it, printing once, and one seed for everything.
+# Messages that know their rank or the user's line: a logger, warnings, printing once, and one seed for everything.
 # --------------------------------------------------------------------------------------------------
 
 logger = logging.getLogger("axonml_jax")
 """The library's logger. With several processes (or ranks of `spawn`) a message starts with its rank, as `[2/8] `."""
+
+
+def warn(message: str, kind: type[Warning] = UserWarning) -> None:
+    """`warnings.warn` about the user's line: the innermost one outside of this package and of `contextlib`."""
+    frame, level = sys._getframe(1), 2
+    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, kind, stacklevel=level)
+
+
+_BETWEEN = os.path.dirname(__file__) + os.sep, str(contextlib.__file__)
 
 
 def print0(*args: Any, **kwargs: Any) -> None:

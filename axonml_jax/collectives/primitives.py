@@ -268,7 +268,7 @@ def gather_along(
     """
     if not x.size:
         return _empty(x, axes, _joined(x.shape, dim, _count(axes, among), tiled), invarying)
-    to = "invarying" if invarying else "varying"
+    to = "invarying" if invarying and typed_axes().issuperset(axes) else "varying"
     return jax.lax.all_gather(x, axes, axis=dim, tiled=tiled, axis_index_groups=among, to=to)
 
 

@@ -1,6 +1,5 @@
 """`DDP`, `FSDP`, `Pipeline`, `TensorParallel`, `ContextParallel`, `parallelize`: each names a plan."""
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,7 +9,7 @@ import optax
 from flax import linen, nnx
 from jax.sharding import Mesh
 
-from axonml_jax.base import LossFn, PyTree, is_choice
+from axonml_jax.base import LossFn, PyTree, is_choice, warn
 from axonml_jax.collectives.gradients import CommHook, GradSyncStrategy
 from axonml_jax.facade.trainer import ParallelModel
 from axonml_jax.mesh.axes import PARTITIONED, STAGES, as_axes
@@ -205,10 +204,9 @@ class DDP(ParallelModel):
         seed: int = 0,
     ):
         if batch_stats == "global" and not broadcast_buffers:
-            warnings.warn(
+            warn(
                 'broadcast_buffers=False has no effect with batch_stats="global", where buffers are equal by construction: '
-                'give batch_stats="local" to keep buffers local, or leave the flag out',
-                stacklevel=2,
+                'give batch_stats="local" to keep buffers local, or leave the flag out'
             )
         data = Replicate(
             sync_strategy=sync_strategy,  # pyright: ignore[reportArgumentType]  # Replicate checks and converts names
@@ -379,9 +377,7 @@ def _renamed(name: str, value: Any, older: str, given: Any) -> Any:
         return value
     if value is not None:
         raise ValueError(f"{name}= and {older}= are two names for one option: give {name}")
-    warnings.warn(
-        f"FSDP({older}=) is called {name}= now, as in ax.Shard and configurations", DeprecationWarning, stacklevel=3
-    )
+    warn(f"FSDP({older}=) is called {name}= now, as in ax.Shard and configurations", DeprecationWarning)
     return given
 
 

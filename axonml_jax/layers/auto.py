@@ -4,13 +4,13 @@ import difflib
 import functools
 import re
 import threading
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from flax import linen, nnx
 
+from axonml_jax.base import warn
 from axonml_jax.compat.order import no_mesh_around
 from axonml_jax.layers import swap
 from axonml_jax.layers.swap import AutoReport, Example, Pairs, SplitAxes, SwappedLayer, find_pairs, port
@@ -162,7 +162,7 @@ def making(ground: SplitAxes, report: AutoReport, exclude: tuple[Rule, ...] = ()
             f"exclude={unused} left out nothing in this block, which made {', '.join(kinds) or 'no layer'}"
         )
     if (warning := report.nothing_swapped()) is not None:
-        warnings.warn(warning, stacklevel=3)
+        warn(warning)
 
 
 def _watch(more: int) -> None:
@@ -243,7 +243,7 @@ def auto_parallelize(
         call = Example.of(model, example, example_kwargs) if given else None
         report = _swap_all(model, mesh, call, rules_of(exclude))
         if (warning := report.nothing_swapped()) is not None:
-            warnings.warn(warning, stacklevel=2)
+            warn(warning)
         return report
     if example is not None or example_kwargs is not None:
         raise TypeError(

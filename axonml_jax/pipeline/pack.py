@@ -2,7 +2,6 @@
 
 import math
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from axonml_jax.base import PyTree, named_leaves
+from axonml_jax.base import PyTree, named_leaves, warn
 from axonml_jax.collectives.collectives import broadcast
 from axonml_jax.collectives.gradients import own_slice
 from axonml_jax.collectives.primitives import (
@@ -1206,12 +1205,11 @@ def _warn_of_names(shapes: Mapping[str, Any]) -> None:
     """Say that nothing but names tells in which order blocks of several kinds run, where there are some."""
     kinds = dict.fromkeys(path.rstrip("0123456789") for path in units(list(shapes), None, {}))
     if len(kinds) > 1:
-        warnings.warn(
+        warn(
             f"stages follow the names of {', '.join(f'{kind}*' for kind in kinds)}: in which order these are called is not "
             "known, as parameters that pass jax.jit or jax.tree.map are sorted. What a stage reads of another's is sent in "
             "every step. Give params= what module.init returned, or a function that calls it (params=lambda: module.init(key, "
             "example)), or say where stages begin (split=)",
-            stacklevel=2,
         )
 
 
