@@ -1,5 +1,6 @@
 """Scripts as users of JAX and Flax have them, under their own meshes, with one changed line: equal to one device."""
 
+import re
 import warnings
 
 import jax
@@ -32,7 +33,12 @@ from axonml_jax.testing.equality import assert_trees_close
 def test_a_users_script_trains_as_its_own_loop_does(idiom, plan):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # `with mesh:`
-        assert compared(idiom, plan) == "equal"
+        assert re.match(REFUSED.get((idiom, plan), "equal"), compared(idiom, plan))
+
+
+REFUSED = {
+    ("BatchNorm, remat, constraints", "pipeline"): r"refused: the model has no repeated blocks.*say where stages begin"
+}
 
 
 @pytest.mark.parametrize("name", ["FSDP", "pipeline"])

@@ -192,6 +192,7 @@ class Idiom:
       explicit: its axes are Explicit.
       factory: the model is given as a function.
       attends: `make` takes whether the model attends to other positions.
+      split: where stages of a pipeline begin; (): at blocks.
     """
 
     make: Callable[..., Any]
@@ -200,6 +201,7 @@ class Idiom:
     explicit: bool = False
     factory: bool = False
     attends: bool = False
+    split: tuple[str, ...] = ()
 
 
 def placing(place):
@@ -247,7 +249,7 @@ IDIOMS = {
     "Tunix's shard(), with mesh": Idiom(eagerly(placing(as_tunix)), legacy),
     "MaxText's, set_mesh": Idiom(placing(as_maxtext), set_guide()),
     "constraints in loops, branches, rules": Idiom(placing(in_rules), set_guide()),
-    "Flax's guide": Idiom(lambda: Scanned(nnx.Rngs(0)), set_guide()),
+    "Flax's guide": Idiom(lambda: Scanned(nnx.Rngs(0)), set_guide(), split=("head",)),
     "BatchNorm, remat, constraints": Idiom(lambda: Normed(nnx.Rngs(0)), set_guide()),
     "Explicit: reshard, out_sharding": Idiom(lambda: ExplicitNet(nnx.Rngs(0)), set_guide(explicit), explicit=True),
     "Explicit, set_mesh around the model": Idiom(
@@ -264,9 +266,10 @@ def hybrid(model, **options):
 
 def by_rules(model, **options):
     """On the user's own mesh, whose names are his."""
+    stacked = (None,) if isinstance(model, Scanned) else ()
     rules = {
-        ".*up/kernel|Dense_[02]/kernel": P(None, "tensor"),
-        ".*down/kernel|Dense_[13]/kernel": P("tensor"),
+        ".*up/kernel|Dense_[02]/kernel": P(*stacked, None, "tensor"),
+        ".*down/kernel|Dense_[13]/kernel": P(*stacked, "tensor"),
         ".*": P(),
     }
     return ax.TensorParallel(model, guide(), rules=rules, **options)
@@ -330,6 +333,7 @@ def under(idiom: Idiom, plan: str, steps: int = 3, **options):
         with idiom.around() if not idiom.all_around else contextlib.nullcontext():
             model, variables = made(idiom, plan == "context") if not idiom.factory else (idiom.make, None)
         given = {} if variables is None else {"params": variables}
+        given |= {"split": idiom.split} if idiom.split and plan == "pipeline" else {}
         trainer = PLANS[plan](model, **given, **options).trainer(optax.adamw(5e-2), loss)
         return [float(trainer.step(BATCH)["loss"]) for _ in range(steps)]
 
