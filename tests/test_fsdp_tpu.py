@@ -9,7 +9,11 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import axonml_jax as ax
-from axonml_jax.planner.verify import topology_devices
+from axonml_jax.ledger.compiled import BETWEEN_SLICES
+from axonml_jax.ledger.predict import predict
+from axonml_jax.mesh.shape import order_devices
+from axonml_jax.models.config import TransformerConfig
+from axonml_jax.planner.verify import topology_devices, verify_plan
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (pip install 'axonml-jax[tpu]')"
@@ -79,3 +83,20 @@ def test_half_of_the_gathered_bytes_travel_while_matrices_are_multiplied(compile
     _, plans = compiled
     overlap = plans[name].overlap
     assert overlap.hidden >= 0.5 * overlap.size, overlap
+
+
+def test_two_slices_share_one_program_and_only_sums_over_data_cross_them():
+    devices = topology_devices("v5e:2x4", slices=2)
+    in_order = order_devices((2, 8), devices)
+    assert [{device.slice_index for device in row} for row in in_order] == [{0}, {1}]
+    model = TransformerConfig(vocab_size=256, num_layers=2, hidden_size=128, num_heads=4, max_length=128)
+    plan = ax.Plan(mesh=ax.MeshShape(data=2, fsdp=8), fsdp=ax.Shard())
+    with jax.enable_x64(False):
+        told = predict(plan, model, {"data": 2, "fsdp": 8}, global_batch=32, length=128, platform="tpu")
+        verified = verify_plan(plan, model, told, "v5e:2x4", 32, 128, slices=2)
+    assert verified.topology == "2 x v5e:2x4" and verified.traffic == ()
+    across = {kind: each for kind, each in verified.moved.items() if kind.endswith(BETWEEN_SLICES)}
+    assert list(across) == ["all_reduce between slices"]  # an all-reduce of a rank's gradients, in float32
+    shards = 4 * model.num_params / 8
+    assert shards <= across["all_reduce between slices"].size <= 1.02 * shards
+    assert verified.moved["all_gather"].size > 0 and verified.moved["reduce_scatter"].size > 0

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from ledger_steps import BOTH, CASES, KINDS, SWAP, abstract_mesh, ddp_step, floats, on_mesh, zero3_step
 
-from axonml_jax.ledger.compiled import Difference, agreement, collectives_in_compiled, collectives_in_lowered
+from axonml_jax.ledger.compiled import Difference, agreement, collectives_in_compiled, collectives_in_lowered, moved
 from axonml_jax.ledger.count import collectives_in
 
 
@@ -179,3 +179,33 @@ def test_stablehlo_is_no_compiled_program():
     text = on_mesh(lambda x: lax.psum(x, "data")).trace(floats(64, 8)).lower(lowering_platforms=("cpu",)).as_text()
     with pytest.raises(ValueError, match="not StableHLO"):
         collectives_in_compiled(text)
+
+
+SLICES = """\
+HloModule step, is_scheduled=true
+
+ENTRY %main (g: f32[6,128], w: f32[8,8]) -> f32[6,128] {
+  %g = f32[6,128]{1,0} parameter(0)
+  %w = f32[8,8]{1,0} parameter(1)
+  %token = token[] after-all()
+  %recv = (f32[6,128]{1,0}, u32[], token[]) recv(%token), channel_id=1, is_host_transfer=true, ATTRIBUTES
+  %send = (f32[6,128]{1,0}, u32[], token[]) send(%g, %token), channel_id=2, is_host_transfer=true, ATTRIBUTES
+  %product = f32[8,8]{1,0} dot(%w, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %sent = token[] send-done(%send), channel_id=2, is_host_transfer=true
+  %received = (f32[6,128]{1,0}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true
+  ROOT %sum = f32[6,128]{1,0} get-tuple-element(%received), index=0
+}
+""".replace(
+    "ATTRIBUTES",
+    'frontend_attributes={_xla_host_transfer_rendezvous="psum.1_0",_xla_megascale_target="{1,2,4:5}x{0:7}",'
+    '_xla_megascale_transfer_type="ALL_REDUCE"}',
+)
+
+
+def test_what_goes_over_the_network_between_slices_is_a_collective_of_the_slices():
+    [found] = collectives_in_compiled(SLICES)
+    assert (found.kind, found.asynchronous, found.result) == ("all_reduce between slices", True, "f32[6,128]{1,0}")
+    [_, across] = moved(SLICES).values()
+    assert (across.kind, across.count) == ("all_reduce between slices", 1)
+    assert across.size == across.hidden == 2 * 3 / 4 * 6 * 128 * 4  # a ring of four slices, behind the product
+    assert "all_reduce" not in moved(SLICES)

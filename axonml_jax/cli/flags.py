@@ -258,7 +258,8 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify",
         metavar="TOPOLOGY",
-        help="compile the step for TPU chips that need not be here, as v5p:8x8x8; cpu: for simulated devices",
+        help="compile the step for TPU chips that need not be here, as v5p:8x8x8 (with --slices of each slice); cpu: for "
+        "simulated devices",
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from axonml_jax.base import size_in_words
 from axonml_jax.cli.plan import predicted_on
 from axonml_jax.cli.run import batch_of_tokens
 from axonml_jax.cli.train import DIFFERS, DIVERGED, TERMINATED
@@ -365,7 +366,7 @@ def check_on(config: RunConfig, devices: int, kind: Hardware) -> str:
             f"{limit / 2**30:,.1f} GiB may be filled: let axonml-jax plan find one that fits, or take more of mesh.fsdp, "
             "plan.remat or plan.accumulate"
         )
-    return f"{on}; {found.memory.total / 2**30:,.1f} GiB of each are needed"
+    return f"{on}; {size_in_words(found.memory.total)} of each are needed"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -449,7 +449,7 @@ def plan(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     if chosen.write is not None:
         chosen.write.write_text(config_text(answer, base, arguments), encoding="utf-8")
         print(f"\nwritten   {chosen.write}: axonml-jax train {chosen.write}")
-    return _verified(chosen.verify, lambda: verify(answer, chosen.verify)) if chosen.verify else 0
+    return _verified(chosen.verify, lambda: verify(answer, chosen.verify, chosen.slices)) if chosen.verify else 0
 
 
 def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
@@ -477,7 +477,7 @@ def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
     print("", saving_of(found, cost, chosen.devices, given, _saves(chosen)), "", line, sep="\n")
     if chosen.picture is not None:
         print("", drawn(found, line, chosen.picture, base.name, chosen.max_memory or kind.memory), sep="\n")
-    compiling = lambda: verify_plan(own, model, found, chosen.verify, batch, length, packed)
+    compiling = lambda: verify_plan(own, model, found, chosen.verify, batch, length, packed, chosen.slices)
     return _verified(chosen.verify, compiling) if chosen.verify else 0
 
 

@@ -34,6 +34,13 @@ KINDS: dict[str, str] = {
 }
 """HLO's names of collectives -> the ledger's."""
 
+BETWEEN_SLICES = " between slices"
+"""Follows a kind that XLA:TPU has made a transfer over the data-center network; what is left of it runs within a slice."""
+
+_TRANSFERS = {"one_to_one": "permute"}
+_TRANSFER = re.compile(r'_xla_megascale_target="\{([\d,:]+)\}.*_xla_megascale_transfer_type="(\w+)"')
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
+
 _HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
 _OPCODE = re.compile(r"^(?:ROOT )?%?\S+ = (\(.*?\)|\S+) ([a-z][a-z0-9-]*)\(")
 _CALLEES = re.compile(r"\b(?:body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
@@ -47,7 +54,7 @@ class CompiledCollective:
     """One collective instruction of an optimized program.
 
     Attributes:
-      kind: one of `wire.KINDS`.
+      kind: one of `wire.KINDS`, or one with `BETWEEN_SLICES`.
       in_loop: whether it runs inside a while loop's body or condition.
       asynchronous: whether it is the start of an asynchronous pair.
       result: the type of its result as HLO writes it; of a start without its operands.
@@ -126,9 +133,24 @@ def _walk(
             result = result_of_start(KINDS[base], result) if opcode != base else result
             yield CompiledCollective(KINDS[base], in_loop, opcode != base, result, groups, place, in_branch)
             continue
+        if opcode == "send" and (transfer := _between_slices(line)) is not None:
+            sent, groups = result[1:].partition(", u32[]")[0], _TRANSFER.search(line)[1]  # pyright: ignore
+            yield CompiledCollective(transfer[0], in_loop, True, sent, groups, in_branch=in_branch)
+            continue
         for callee in callees(line):
             inside = in_loop or opcode == "while", in_branch or opcode == "conditional"
             yield from _walk(computations, callee, *inside)
+
+
+def _between_slices(send: str) -> tuple[str, int] | None:
+    """The kind of a collective of which an instruction sends this slice's part to the others, and how many slices there are."""
+    if (found := _TRANSFER.search(send)) is None:
+        return None
+    kind, slices = found[2].lower(), 0
+    for part in found[1].split(","):
+        first, _, last = part.partition(":")
+        slices += int(last or first) - int(first) + 1
+    return _TRANSFERS.get(kind, kind) + BETWEEN_SLICES, slices
 
 
 def result_of_start(kind: str, result: str) -> str:
@@ -389,7 +411,7 @@ class Moved:
     """Collectives of one kind in a step.
 
     Attributes:
-      kind: one of `wire.KINDS`, or "all".
+      kind: one of `wire.KINDS`, or one with `BETWEEN_SLICES`, or "all".
       count: executions, those in loops times their trips.
       size: bytes that one rank sends for them, by the formulas of rings.
       hidden: bytes of those with a matrix product, or a kernel, scheduled between their start and their end.
@@ -423,7 +445,7 @@ def moved(program: Any, kinds: Sequence[str] = WIRE_KINDS) -> dict[str, Moved]:
 
     Args:
       program: optimized HLO as text, or anything whose `as_text()` gives it.
-      kinds: which kinds.
+      kinds: which kinds, within a slice and between slices.
 
     Raises:
       ValueError: when the text holds no entry computation.
@@ -432,7 +454,7 @@ def moved(program: Any, kinds: Sequence[str] = WIRE_KINDS) -> dict[str, Moved]:
     bodies, entry = computations_of(text)
     found: dict[str, list[float]] = {}
     for kind, trips, size, hidden in _ScheduleReader(bodies).walk(entry, 1):
-        if kind in kinds:
+        if kind.removesuffix(BETWEEN_SLICES) in kinds:
             for name in (kind, "all"):
                 total = found.setdefault(name, [0, 0.0, 0.0])
                 total[0] += trips
@@ -470,6 +492,8 @@ class _ScheduleReader:
             elif (kind := KINDS.get(each.op.removesuffix("-start"))) is not None:
                 hidden = each.op.endswith("-start") and self._covered(body, i)
                 yield kind, trips, _bytes(kind, each), hidden
+            elif each.op == "send" and (transfer := _between_slices(each.rest)) is not None:
+                yield transfer[0], trips, _transferred(each, *transfer), self._covered(body, _received(body, i))
             elif each.op in ("conditional", "call", "async-start"):
                 for callee in callees(each.rest):
                     yield from self.walk(callee, trips)
@@ -534,6 +558,24 @@ def _ends(each: _Instruction, start: str) -> bool:
         return False
     same_number = each.name.startswith(_ENDS) and each.name.removeprefix(_ENDS) == start.removeprefix(_STARTS)
     return same_number or bool(re.search(rf"%?{re.escape(start)}(?![\w.])", each.rest))
+
+
+def _received(body: Sequence[_Instruction], send: int) -> int:
+    """Where the answer to what is sent between slices is begun to be waited for: it may stand before the sending."""
+    rendezvous = _RENDEZVOUS.search(body[send].rest)
+    for i, each in enumerate(body):
+        other = _RENDEZVOUS.search(each.rest) if each.op == "recv" else None
+        if other and rendezvous and other[1] == rendezvous[1]:
+            return i
+    return send
+
+
+def _transferred(send: _Instruction, kind: str, slices: int) -> float:
+    """What one rank sends to those at its place in the other slices."""
+    [(name, dims), *_] = _SHAPE.findall(send.result)
+    size = _itemsize(name) * _elements(dims)
+    kind = kind.removesuffix(BETWEEN_SLICES)
+    return float(wire_elements(kind, size * slices if kind == "all_gather" else size, slices))
 
 
 def _bytes(kind: str, each: _Instruction, sent: str = "") -> float:

@@ -21,16 +21,20 @@ from axonml_jax.mesh.axes import AXES
 _SPLITS_PHYSICAL_AXES = ("TPU v5 lite", "TPU v5e")
 
 
-def order_devices(sizes: tuple[int, ...]) -> np.ndarray:
-    """All devices as an array of shape `sizes`, axes from the slowest link to the fastest.
+def order_devices(sizes: tuple[int, ...], devices: Sequence[jax.Device] | None = None) -> np.ndarray:
+    """Devices as an array of shape `sizes`, axes from the slowest link to the fastest.
 
     TPUs follow the torus, several slices (or several hosts of GPUs in separate slices) are split over the outermost
     axes; CPU devices keep their own order.
 
+    Args:
+      sizes: the degrees of the mesh, outermost first.
+      devices: as many; None: all.
+
     Raises:
       ValueError: when the slices cannot be split over the outermost axes.
     """
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else devices
     slices = {getattr(device, "slice_index", 0) for device in devices}
     # JAX decides the same way for v5e in jax.make_mesh; create_device_mesh alone refuses many legal shapes there.
     split = devices[0].device_kind in _SPLITS_PHYSICAL_AXES

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -27,7 +26,7 @@ from axonml_jax.ledger.compiled import Moved, collectives_in_compiled, device_pe
 from axonml_jax.ledger.count import collectives_in
 from axonml_jax.ledger.predict import MemoryDifference, Prediction, difference, memory_difference, predict
 from axonml_jax.mesh.axes import AXES
-from axonml_jax.mesh.shape import make_mesh
+from axonml_jax.mesh.shape import make_mesh, order_devices
 from axonml_jax.mesh.simulate import fake_devices
 from axonml_jax.model.loss import WeightedMean
 from axonml_jax.model.view import functionalize
@@ -100,8 +99,8 @@ class Verification:
         return "\n\n".join([*parts, "\n".join(["traffic differs:", *self.traffic]) if self.traffic else agrees])
 
 
-def topology_devices(topology: str) -> list[Any]:
-    """The devices of a TPU topology such as "v5p:8x8x8"; none of them is here.
+def topology_devices(topology: str, slices: int = 1) -> list[Any]:
+    """The devices of a TPU topology such as "v5p:8x8x8", or of several slices of it; none of them is here.
 
     Raises:
       ModuleNotFoundError: without libtpu, which the `tpu` extra installs.
@@ -113,7 +112,7 @@ def topology_devices(topology: str) -> list[Any]:
     require_compiler(topology)
     from jax.experimental import topologies
 
-    return list(topologies.get_topology_desc(topology_name=topology, platform="tpu").devices)
+    return list(topologies.get_topology_desc(topology_name=topology, platform="tpu", num_slices=slices).devices)
 
 
 def require_compiler(topology: str) -> None:
@@ -128,20 +127,28 @@ def require_compiler(topology: str) -> None:
         )
 
 
-def verify(answer: Answer, topology: str) -> Verification:
+def verify(answer: Answer, topology: str, slices: int = 1) -> Verification:
     """Compile an answer's plan for a topology, with abstract parameters only.
 
     Args:
       answer: the planner's.
       topology: as "v5p:8x8x8", as many chips as the plan has devices; "cpu": so many simulated ones, which must not have
         started as others.
+      slices: so many of the topology, which the data-center network joins.
 
     Raises:
       ValueError: for another number of chips.
     """
     asked = answer.asked
     return verify_plan(
-        answer.plan, answer.model, answer.prediction, topology, asked.global_batch, asked.length, asked.documents
+        answer.plan,
+        answer.model,
+        answer.prediction,
+        topology,
+        asked.global_batch,
+        asked.length,
+        asked.documents,
+        slices,
     )
 
 
@@ -153,6 +160,7 @@ def verify_plan(
     global_batch: int,
     length: int,
     documents: bool = False,
+    slices: int = 1,
 ) -> Verification:
     """Compile one plan for a topology (see `verify`)."""
     assert plan.mesh is not None
@@ -162,12 +170,12 @@ def verify_plan(
         decoder: Any = config
         sizes = {"global_batch": global_batch, "length": length}
         prediction = predict(plan, decoder, degrees, **sizes, platform=CPU, documents=documents)
-    devices = jax.devices() if topology == CPU else topology_devices(topology)
+    devices = jax.devices() if topology == CPU else topology_devices(topology, slices)
+    where = topology if slices == 1 else f"{slices} x {topology}"
     if math.prod(degrees.values()) != len(devices):
-        raise ValueError(f"{topology} has {len(devices)} chips, the plan {math.prod(degrees.values())} devices")
-    mesh = Mesh(
-        np.array(devices).reshape(tuple(degrees.values())), tuple(degrees), axis_types=(AxisType.Auto,) * len(degrees)
-    )
+        raise ValueError(f"{where} has {len(devices)} chips, the plan {math.prod(degrees.values())} devices")
+    in_order = order_devices(tuple(degrees.values()), devices)
+    mesh = Mesh(in_order, tuple(degrees), axis_types=(AxisType.Auto,) * len(degrees))
     started = time.perf_counter()
     step, state, batch = abstract_step(plan, config, mesh, global_batch, length, documents)
     traced = step.trace(state, batch)
@@ -177,7 +185,7 @@ def verify_plan(
     costs = compiled.cost_analysis() or {}
     memory = memory_difference(prediction, compiled)
     return Verification(
-        topology=topology,
+        topology=where,
         memory=memory,
         peak=memory.arguments[1] + memory.temporaries[1] if topology == CPU else device_peak(compiled),
         predicted_peak=prediction.memory.total,
