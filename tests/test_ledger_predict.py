@@ -242,3 +242,23 @@ def test_a_plan_with_a_budget_is_predicted_as_the_first_word_that_fits():
     assert of(memory="40GiB").memory == of().memory and "remat=None" in of(memory="40GiB").notes[-1]
     assert of(memory=selective.memory.total).recomputed_flops_per_token == selective.recomputed_flops_per_token
     assert of(memory="1GiB").memory == full.memory and "not to fit" in of(memory="1GiB").notes[-1]
+
+
+def test_between_two_words_as_few_blocks_as_fit_recompute():
+    given = {"global_batch": 16, "length": 1024, "platform": "cuda"}
+    of = lambda **plan: predict(ax.Plan(precision="bf16", **plan), preset("gpt2-small"), {"data": 1}, **given)
+    plain, selective = of(), of(remat="selective")
+    block = (plain.memory.total - selective.memory.total) // 12
+    for blocks in (1, 5, 11):
+        found = of(memory=plain.memory.total - blocks * block)
+        assert f"remat='selective' in {blocks} of 12 blocks" in found.notes[-1]
+        assert 0 <= plain.memory.total - blocks * block - found.memory.total < block
+        assert found.recomputed_flops_per_token == blocks * selective.recomputed_flops_per_token // 12
+    json.dumps(found.to_dict())
+    looped = predict(
+        ax.Plan(precision="bf16", memory=plain.memory.total - block),
+        replace(preset("gpt2-small"), scan_layers=True),
+        {"data": 1},
+        **given,
+    )
+    assert "in 1 of 3 thirds of the loop's block" in looped.notes[-1]

@@ -13,7 +13,7 @@ from ring_strategy import RingShard
 
 import axonml_jax as ax
 from axonml_jax.ledger.count import collectives_in
-from axonml_jax.ledger.predict import difference, memory_difference
+from axonml_jax.ledger.predict import REMATS, difference, memory_difference
 from axonml_jax.models.config import preset
 from axonml_jax.pipeline.schedules import PipelineSchedule
 from axonml_jax.planner.hardware import HARDWARE, Assumptions, Hardware, hardware
@@ -121,13 +121,18 @@ def test_however_little_memory_the_best_of_all_plans_is_found(axes):
     """Against every legal plan priced exactly, from what the leanest needs upwards."""
     given = {"num_devices": 4, "hardware": replace(TINY, memory=2**40), "global_batch": 8, "axes": axes}
     asked, found = ax.plan(SMALL, **given).asked, []
-    for each in candidates(SMALL, 4, global_batch=8, length=64, axes=axes):
+    legal = list(candidates(SMALL, 4, global_batch=8, length=64, axes=axes))
+    for each in legal:
         with contextlib.suppress(ValueError):  # a schedule that refuses these sizes
             found.append(exactly(asked, each))
     held = sorted(one.price.memory for one in found)
     assert len(found) > 40
     for limit in (held[0], held[1], held[5], held[len(held) // 50 + 1], held[len(held) // 10], held[len(held) // 3]):
-        best = min(one.price.time for one in found if one.price.memory <= limit)
+        budgets = [
+            replace(each, remat=None, memory=limit) for each in legal if each.remat == "full" and not each.schedule
+        ]
+        among = [*found, *(exactly(asked, each) for each in budgets)]
+        best = min(one.price.time for one in among if one.price.memory <= limit)
         chosen = ax.plan(SMALL, max_memory=limit, **given).best.price
         assert chosen.memory <= limit and chosen.time <= 1.03 * best
 
@@ -284,3 +289,16 @@ def test_parts_of_sequences_that_are_too_short_or_do_not_divide_are_not_tried():
     assert answer.illegal["fewer than 1,024 positions on a rank of context"]
     with pytest.raises(ValueError, match="times: positions do not divide over twice the ranks of context"):
         ax.plan(LONG, num_devices=4, hardware=TINY, global_batch=1, length=2**14 - 4, axes=("context",))
+
+
+def test_between_two_words_of_recomputation_memory_is_filled_and_time_saved(tmp_path):
+    given = {"num_devices": 4, "hardware": replace(TINY, memory=2**40), "global_batch": 8, "axes": ("fsdp",)}
+    words = {remat: ax.plan(SMALL, remats=[remat], **given).best.price for remat in REMATS}
+    assert words["full"].memory < words[None].memory and words[None].time < words["full"].time
+    least = ax.plan(SMALL, remats=["full"], **given).best.candidate
+    limit = int(exactly(ax.plan(SMALL, **given).asked, replace(least, remat="selective")).price.memory) - 1
+    answer = ax.plan(SMALL, max_memory=limit, **given)
+    inside = [one for one in (answer.best, *answer.runners_up) if one.candidate.memory is not None]
+    assert inside and all(one.price.memory <= limit and one.candidate.plan().memory == limit for one in inside)
+    assert "recomputation within" in str(inside[0].candidate) and "blocks" in inside[0].prediction.notes[-1]
+    assert json.loads(answer.to_json())["best"]["memory"] <= limit

@@ -634,6 +634,7 @@ def _plan_config(base: PlanConfig, found: Candidate, precision: Any) -> PlanConf
         products_kept=None,  # the search prices no products that are rounded
         accumulate=1 if found.schedule else found.microbatches,
         remat=found.remat,  # pyright: ignore[reportArgumentType]
+        memory=None if found.memory is None else f"{math.floor(10 * found.memory / 2**30) / 10:g}GiB",
         offload=found.offload.value,
     )
 

@@ -239,7 +239,7 @@ class Run:
     Attributes:
       roles: of the mesh's axes, or of several that one strategy owns.
       microbatches: per update and rank.
-      full, selective: 1 where the backward recomputes that much, else 0.
+      full, selective: 1 where the backward recomputes that much, else 0; between them where it does so in a part of the blocks.
       pipelined: whether stages lie along `pipe`.
       gathers: how often a pipeline gathers its stages in its ticks; None: once per step.
       kernels: whether kernels of this library's compute norms, activations and cross entropy where they apply.
@@ -274,9 +274,13 @@ class Run:
             joining=max((rounds.round_copies for rounds in plan.rounds.values()), default=0),
         )
 
+    def recomputing(self, parts: Mapping[str | None, Fraction] | None) -> "Run":
+        """The same where this part of the blocks has each word of recomputation; None: as it is."""
+        return self if parts is None else replace(self, full=parts.get("full", 0), selective=parts.get("selective", 0))
+
     @property
     def recomputes(self) -> Many:
-        """1 where the backward recomputes anything."""
+        """The part of the blocks in which the backward recomputes anything."""
         return self.full + self.selective
 
     def rounds(self, axis: AxisNames | None, sharded: bool = True) -> Rounds:

@@ -142,7 +142,7 @@ def block_activations(
     kept = (1 - run.recomputes) * plain + run.full * full + run.selective * selective
     words = -divided(-config.vocab_size, _vocabulary_cut(config, degrees))  # padding of the last ranks is computed too
     words = least(config.words_at_once or words, words)
-    rebuilt = whole if apart else run.recomputes * whole
+    rebuilt = whole if apart else (run.recomputes > 0) * whole
     kernel = kernel_computes(config, length, compute, platform, documents, attention)
     others = 0 if attention is None else attention.held(tokens, itemsize, platform, kernel)
     others = most(others, 0 if experts is None else experts.held(itemsize))

@@ -3,11 +3,12 @@
 import json
 import math
 import textwrap
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax.numpy as jnp
 
@@ -94,7 +95,7 @@ class Prediction:
     recomputed_flops_per_token: int
     causal_balance: float = 1.0
     masked_flops_per_token: float = 0.0
-    attention_again: int = 0
+    attention_again: float = 0
     blockwise_flops_per_token: float = 0.0
     expert_flops_per_token: float = 0.0
     expert_padding: float = 0.0
@@ -502,19 +503,38 @@ def memory_difference(prediction: Prediction, compiled: Any) -> MemoryDifference
 # --------------------------------------------------------------------------------------------------
 
 
-def _within(plan: Plan, **given: Any) -> "Prediction":
-    """Of a plan with `memory`, whose units are chosen for when a step is traced: of the first of three words that fits.
+T = TypeVar("T")
 
-    A budget that is a share of a device is not known here: then nothing is recomputed.
+REMATS: tuple[str | None, ...] = (None, "selective", "full")
+"""Words of recomputation, from the most memory to the least."""
+
+
+def _within(plan: Plan, model: DecoderLike, degrees: Mapping[str, int], **given: Any) -> "Prediction":
+    """Of a plan with `memory`, chosen within when a step is traced: as few blocks as fit recompute as the next word.
+
+    Blocks in one loop keep alike, but not all of their products; of these a third at a time is counted. Stages of a pipeline
+    keep alike by one word. A budget that is a share of a device is not known here: then nothing is recomputed.
     """
     memory, size = plan.memory, bytes_meant(plan.memory) if isinstance(plan.memory, str) else plan.memory
     budget = math.inf if size is None or size <= 1 else size
-    for word in (None, "selective", "full"):
-        found = predict(replace(plan, memory=None, remat=word), **given)
-        if found.memory.total <= budget:
-            break
-    said = f"what is recomputed within memory={memory!r} is chosen when a step is traced: this is of remat={word!r}"
-    said += "" if found.memory.total <= budget else ", which is predicted not to fit"
+    total = 3 if model.scan_layers else model.num_layers
+
+    def of(word: int, blocks: int = total) -> Prediction:
+        again = (
+            {REMATS[word]: Fraction(blocks, total), REMATS[word - 1]: Fraction(total - blocks, total)} if word else {}
+        )
+        return _predict(replace(plan, memory=None), model, degrees, again=again, **given)
+
+    fits = lambda found: found.memory.total <= budget
+    word = next((word for word in range(len(REMATS)) if fits(of(word))), len(REMATS) - 1)
+    alike = plan.pipe is not None and degrees.get(AXIS, 1) > 1
+    blocks = total if alike or not word else bisect_left(range(total), True, key=lambda n: fits(of(word, n)))
+    found, how = of(word, blocks), f"remat={REMATS[word]!r}"
+    if blocks < total:
+        what = "thirds of the loop's block" if model.scan_layers else "blocks"
+        how += f" in {blocks} of {total} {what}" + (f", {REMATS[word - 1]!r} in the others" if word > 1 else "")
+    said = f"what is recomputed within memory={memory!r} is chosen when a step is traced: this is of {how}"
+    said += "" if fits(found) else ", which is predicted not to fit"
     return replace(found, notes=(*found.notes, said))
 
 
@@ -546,26 +566,44 @@ def predict(
     Raises:
       ValueError: with everything that cannot work.
     """
+    given = {"global_batch": global_batch, "length": length, "moments": moments}
+    given |= {"platform": platform, "torus": torus, "documents": documents}
     if plan.memory is not None:
-        return _within(**locals())
+        return _within(plan, model, degrees, **given)
+    return _predict(plan, model, degrees, **given)
+
+
+def _predict(
+    plan: Plan,
+    model: DecoderLike,
+    degrees: Mapping[str, int],
+    *,
+    global_batch: int,
+    length: int | None,
+    moments: int,
+    platform: str | None,
+    torus: int,
+    documents: bool,
+    again: Mapping[str | None, Fraction] | None = None,
+) -> Prediction:
+    """See `predict`; `again`: of words of recomputation the part of the blocks that has each; None: all have the plan's."""
     degrees = {axis: degrees[axis] for axis in (*AXES, *flat_axes(plan.axes)) if axis in degrees}
     plan = plan.decided(Fabric(devices=math.prod(degrees.values()), torus=torus), degrees)
     length = model.max_length if length is None else length
     rows = _sequences(plan, model, degrees, global_batch, length)
     stages, timetable = stages_of(model, plan, degrees), timetable_of(plan, degrees)
     step = _step(plan, model, degrees, stages, timetable, rows, length)
-    step = replace(step, platform=platform, documents=documents)
+    step = replace(step, platform=platform, documents=documents, run=step.run.recomputing(again))
     if wrong := [*attention_problems(step), *_rounding_problems(plan, model, degrees)]:
         raise ValueError(f"this plan cannot run: {'; '.join(wrong)}")
     masked, blockwise = attention_work(step)
-    in_ticks = plan.pipe is not None and plan.pipe.in_ticks
-    memory = held(step, moments=moments, offload=plan.offload, in_ticks=in_ticks)
+    memory = held(step, moments=moments, offload=plan.offload, in_ticks=plan.pipe is not None and plan.pipe.in_ticks)
     flops, costs = model.flops_per_token(length), stage_costs(model, stages.blocks, stages.experts, step.run, length)
     return Prediction(
         degrees={axis: ranks for axis, ranks in degrees.items() if ranks > 1},
         plan=in_words(plan, degrees, model),
-        memory=memory,
-        traffic=merged(flows(step)),
+        memory=_counted(memory),
+        traffic=tuple(map(_counted, merged(flows(step)))),
         minimum=_minimum(plan, step),
         bubble=bubble(timetable, costs),
         ticks=0 if timetable is None else timetable.num_ticks,
@@ -574,17 +612,23 @@ def predict(
         tokens=global_batch * length,
         layers=model.num_layers,
         flops_per_token=flops,
-        recomputed_flops_per_token=recomputed_flops(model, step.run, length),
+        recomputed_flops_per_token=int(recomputed_flops(model, step.run, length)),
         causal_balance=1.0 if step.attention is None else step.attention.balance,
         masked_flops_per_token=masked,
-        attention_again=int(step.run.recomputes),
+        attention_again=float(step.run.recomputes),
         blockwise_flops_per_token=blockwise,
-        expert_flops_per_token=expert_flops(model, step.run),
+        expert_flops_per_token=float(expert_flops(model, step.run)),
         expert_padding=0.0 if step.experts is None else step.experts.padded,
         notes=_notes(plan, degrees, timetable, memory, step),
         timetable=timetable,
         stage_costs=None if timetable is None else costs,
     )
+
+
+def _counted(one: T) -> T:
+    """A dataclass with whole numbers, where a part of the blocks has made fractions of bytes and launches."""
+    parts = {each.name: getattr(one, each.name) for each in fields(one)}  # pyright: ignore[reportArgumentType]
+    return replace(one, **{name: math.ceil(value) for name, value in parts.items() if isinstance(value, Fraction)})  # pyright: ignore
 
 
 def _step(

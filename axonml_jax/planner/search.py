@@ -30,7 +30,7 @@ from axonml_jax.cost.base import (
 from axonml_jax.cost.decoder import Many, decoder_weights, divided, problems, varies
 from axonml_jax.cost.flows import SplitAttention, expert_flops, recomputed_flops, stage_costs, stages_of
 from axonml_jax.cost.memory import Memory, Step, attention_work, compute_dtype, flows, held
-from axonml_jax.ledger.predict import Prediction, new_figure, panels, predict, put_title, save
+from axonml_jax.ledger.predict import REMATS, Prediction, new_figure, panels, predict, put_title, save
 from axonml_jax.mesh.axes import AXES, LAYER_AXES, batch_axes
 from axonml_jax.mesh.shape import MeshShape
 from axonml_jax.model.loss import Precision
@@ -136,6 +136,7 @@ class Candidate:
       dispatch: how tokens reach experts on other ranks; None: as the model says.
       microbatches: per update and rank.
       remat: what the backward recomputes.
+      memory: bytes within which what is recomputed is chosen when a step is traced, in the place of `remat`; None: nothing is.
       sequence_parallel: with `tensor`.
       schedule: of the pipeline; None without `pipe`.
       chunks: stages per rank.
@@ -146,6 +147,7 @@ class Candidate:
     stage: int = 0
     microbatches: int = 1
     remat: str | None = None
+    memory: int | None = None
     sequence_parallel: bool = False
     schedule: PipelineSchedule | None = None
     chunks: int = 1
@@ -178,6 +180,7 @@ class Candidate:
             precision=precision,
             accumulate=1 if pipe else self.microbatches,
             remat=self.remat,  # pyright: ignore[reportArgumentType]
+            memory=self.memory,
             offload=self.offload,
         )
 
@@ -205,6 +208,7 @@ class Candidate:
         words.append(f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}")
         words += ["sequence parallel"] if self.sequence_parallel else []
         words += [f"{self.remat} recomputation"] if self.remat else []
+        words += [f"recomputation within {self.memory / 2**30:.1f} GiB"] if self.memory else []
         words += [f"offload {self.offload.value}"] if self.offload.value != "none" else []
         return ", ".join(words)
 
@@ -407,7 +411,6 @@ def _plain(one: Priced) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------------------
 
 GRID = ("depth", "row", "col")
-REMATS = (None, "selective", "full")
 
 
 @lru_cache(maxsize=64)
@@ -1052,7 +1055,7 @@ def plan(
     """
     asked = _question(model, num_devices, hardware, global_batch, length, precision, moments, max_memory, assumptions)
     asked = replace(asked, saves=saves or SaveAssumptions(), documents=documents)
-    illegal, dropped, allowed = Counter(), Counter(), (axes, tuple(remats))
+    illegal, dropped, allowed = Counter(), Counter(), (axes, tuple(each for each in REMATS if each in remats))
     if others := [axis for axis in axes if axis not in SEARCHED]:
         raise ValueError(
             f"axes={list(axes)}: {', '.join(others)} is none of the axes that are searched, {', '.join(SEARCHED)}; "
@@ -1118,6 +1121,9 @@ def _search(
         for best, among in ((fitting, sizes <= asked.memory), (doubtful, (sizes > asked.memory) & (sizes <= limit))):
             for i in _fastest(np.flatnonzero(among), seconds, sizes):
                 best.keep(float(seconds[i]), partial(make, i))
+        between = _between_words(degrees, ways, seconds, sizes, asked) if offload is CPUOffload.NONE else ()
+        for i, estimate in between:
+            fitting.keep(estimate, partial(_budgeted, partial(make, i), asked))
         leanest = int(sizes.argmin())
         if sizes[leanest] <= limit:
             lean.keep(float(sizes[leanest]), partial(make, leanest))
@@ -1128,6 +1134,33 @@ def _candidate(
     degrees: dict[str, int], ways: tuple[Way, ...], offload: CPUOffload, asked: Question, i: int
 ) -> Candidate:
     return candidate(degrees, ways[i], offload, asked.strategy)
+
+
+def _budgeted(make: Callable[[], Candidate], asked: Question) -> Candidate:
+    return replace(make(), remat=None, memory=int(asked.memory))
+
+
+def _between_words(
+    degrees: dict[str, int], ways: tuple[Way, ...], seconds: np.ndarray, held: np.ndarray, asked: Question
+) -> list[tuple[int, float]]:
+    """Ways that fit, where the same way with the word of recomputation before does not, and takes less time.
+
+    Between them some blocks do as the one word says and some as the other: what is held, and the time, are on a line. Stages of
+    a pipeline keep alike.
+
+    Returns:
+      Some of the fastest: (the way's number, the time at which it fills what it may).
+    """
+    word = np.array([REMATS.index(way.remat) for way in ways])
+    step = int(np.argmax(word != word[0]))  # ways with the next word follow in the same order
+    if step == 0 or "pipe" in degrees:
+        return []
+    more, less = np.arange(len(ways) - step), np.arange(step, len(ways))
+    pairs = (word[less] > word[more]) & (held[more] > asked.memory) & (held[less] <= asked.memory)
+    more, less = more[pairs & (seconds[more] < seconds[less])], less[pairs & (seconds[more] < seconds[less])]
+    part = (held[more] - asked.memory) / (held[more] - held[less])
+    times = seconds[more] + part * (seconds[less] - seconds[more])
+    return [(int(less[k]), float(times[k])) for k in np.argsort(times, kind="stable")[:PER_MESH]]
 
 
 def _meshes(asked: Question, axes: tuple[str, ...], remats: tuple, offload: CPUOffload, illegal: Counter) -> list:
@@ -1191,7 +1224,10 @@ def _exactly(asked: Question, ways: list[Candidate], dropped: Counter) -> list[P
             dropped[_TOO_LARGE] += 1
         else:
             found.append(one)
-    return found
+    # Where all blocks do as one word says, the word says it shorter.
+    bare = lambda one: (replace(one.candidate, remat=None, memory=None), one.price.time)
+    words = {bare(one) for one in found if one.candidate.memory is None}
+    return [one for one in found if one.candidate.memory is None or bare(one) not in words]
 
 
 def _in_order(found: list[Priced]) -> list[Priced]:
