@@ -133,6 +133,23 @@ def test_a_second_writer_is_refused_by_name_and_takes_over_when_the_first_is_kil
     assert names(tmp_path) == ["step_00000001"]
 
 
+def test_a_writer_of_the_same_launch_that_has_joined_nobody_is_told_so(tmp_path, other, monkeypatch):
+    monkeypatch.setenv("AXONML_JAX_RUN_ID", "one")
+    other(OWNS, tmp_path)
+    for launch, joined, told in (("one", False, True), ("one", True, False), ("another", False, False)):
+        monkeypatch.setenv("AXONML_JAX_RUN_ID", launch)
+        monkeypatch.setattr(ownership, "in_a_job", lambda joined=joined: joined)
+        with pytest.raises(FolderInUse) as caught:
+            Ownership(tmp_path / "owner.json", tmp_path)
+        assert ("of one launch" in str(caught.value) and "ax.init()" in str(caught.value)) == told
+
+
+def test_a_record_from_before_launches_were_kept_is_read(tmp_path):
+    record = json.loads(Owner.this_process().text())
+    del record["launch"]
+    assert Owner.parse(json.dumps(record)).pid == os.getpid()
+
+
 def test_of_many_that_find_a_dead_owner_one_takes_over(tmp_path):
     # Another process has its number now.
     record = written(tmp_path / "owner.json", pid=os.getppid(), started="long ago")

@@ -64,6 +64,15 @@ def test_two_processes_train_as_one_device_does():
 
 
 @pytest.mark.slow
+def test_a_script_that_forgets_to_join_trains_nowhere(tmp_path):
+    script = tmp_path / "forgets.py"
+    script.write_text("import axonml_jax as ax\nprint('mesh', ax.make_mesh(data=-1))\n")
+    done = axonml("launch", "--nproc-per-node=2", str(script))
+    assert done.returncode == 1 and "mesh" not in done.stdout, (done.stdout, done.stderr[-3000:])
+    assert "of 2 that axonml-jax launch has started, and it has joined nobody" in done.stderr, done.stderr[-3000:]
+
+
+@pytest.mark.slow
 def test_a_failure_between_collectives_stops_the_job_and_is_named():
     start = time.monotonic()
     done = axonml("launch", "--nproc-per-node=2", STEPS, "raise")

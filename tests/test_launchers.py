@@ -3,13 +3,19 @@
 import json
 import re
 import socket
+import threading
 import types
 from pathlib import Path
 
 import jax
 import pytest
+from flax import nnx
 
+import axonml_jax as ax
+from axonml_jax.launch.leftovers import MARK
 from axonml_jax.mesh import init as initialize
+from axonml_jax.mesh import launchers
+from axonml_jax.mesh.environment import RUN_ID
 from axonml_jax.mesh.init import describe_launch, own_gpu
 from axonml_jax.mesh.launchers import ALONE, LAUNCHERS, LaunchEnvironment, launch_environment, reserved
 
@@ -323,3 +329,74 @@ def test_gpus_that_an_engine_gave_are_kept(case):
     launcher, environ, ids = GPUS[case]
     assert own_gpu(LaunchEnvironment(launcher, "a:1", 4, 3, 1, 2), environ) == ids
     assert own_gpu(LaunchEnvironment(launcher, "a:1", 4, 3), environ) is None
+
+
+OF_TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+MAKERS = {
+    "a mesh": lambda: ax.make_mesh(data=-1),
+    "a model without a mesh": lambda: ax.DDP(nnx.Linear(2, 2, rngs=nnx.Rngs(0))),
+    "a model on a mesh of JAX's": lambda: ax.DDP(
+        nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    ),
+}
+
+
+@pytest.fixture
+def unplaced(monkeypatch):
+    """A process that has not called `ax.init`, as JAX and the environment stand."""
+    monkeypatch.setattr(launchers, "_placed", threading.Event())
+    return monkeypatch
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_one_of_several_processes_that_has_joined_nobody_trains_nothing(make, unplaced):
+    for name, value in OF_TWO.items():
+        unplaced.setenv(name, value)
+    with pytest.raises(RuntimeError, match=rf"process 1 of 2 that torchrun has started.*ax\.init\(\).*{ALONE}=1"):
+        MAKERS[make]()
+    unplaced.setenv(RUN_ID, "a-run")
+    with pytest.raises(RuntimeError, match="process 1 of 2 that axonml-jax launch has started"):
+        MAKERS[make]()
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize(
+    "alone", ["nobody else", "asked by the environment", "asked by an argument", "sbatch's body", "joined"]
+)
+def test_who_is_alone_on_purpose_or_has_joined_makes_meshes_and_models(alone, make, unplaced):
+    for name, value in ({} if alone in ("nobody else", "sbatch's body") else OF_TWO).items():
+        unplaced.setenv(name, value)
+    if alone == "asked by the environment":
+        unplaced.setenv(ALONE, "1")
+    elif alone == "asked by an argument":
+        initialize.init(num_processes=1)
+    elif alone == "sbatch's body":
+        unplaced.setenv("SLURM_NTASKS", "8")
+    elif alone == "joined":
+        unplaced.setattr(launchers, "in_a_job", lambda: True)
+    assert MAKERS[make]() is not None
+
+
+def test_ranks_of_spawn_and_simulated_worlds_need_join_nobody(unplaced):
+    for name, value in OF_TWO.items():
+        unplaced.setenv(name, value)
+    assert ax.DDP(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), ax.World.mock(2)).mesh.size == 2
+    unplaced.setattr(launchers, "_placed", threading.Event())
+    assert ax.spawn(lambda world: ax.make_mesh(data=-1).size, 2) == [jax.device_count()] * 2
+
+
+def test_variables_that_say_too_little_are_named_by_a_mesh_too(unplaced):
+    unplaced.setenv("PMI_SIZE", "4")
+    with pytest.raises(ValueError, match=f"PMI_SIZE=4.*{ALONE}=1"):
+        ax.make_mesh(data=-1)
+
+
+def test_a_worker_of_rays_that_has_joined_nobody_is_refused(unplaced):
+    context = types.SimpleNamespace(get_world_size=lambda: 3, get_world_rank=lambda: 2)
+    unplaced.setattr(launchers, "ray_context", lambda: context)
+    with pytest.raises(RuntimeError, match="process 2 of 3 that ray has started"):
+        ax.make_mesh(data=-1)
+
+
+def test_a_launch_is_known_by_one_variable():
+    assert MARK == RUN_ID

@@ -16,6 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from axonml_jax.base import logger
+from axonml_jax.mesh.environment import RUN_ID
+from axonml_jax.mesh.join import in_a_job
 
 # --------------------------------------------------------------------------------------------------
 # Who writes a folder, as a record on disk says it, and whether that process still lives.
@@ -36,6 +38,7 @@ class Owner:
       started: when the process started, as its kernel counts; with `pid` it means one process for ever. None: unknown.
       token: of this claim; a process may make several.
       beats: heartbeats so far.
+      launch: which launch of `axonml-jax launch` it is of; empty: none. Records from before it was kept lack it.
     """
 
     host: str
@@ -45,6 +48,7 @@ class Owner:
     started: str | None
     token: str
     beats: int = 0
+    launch: str = ""
 
     @staticmethod
     def this_process() -> "Owner":
@@ -57,13 +61,14 @@ class Owner:
             machine=_machine(),
             started=_start_of(os.getpid()),
             token=uuid.uuid4().hex,
+            launch=os.environ.get(RUN_ID, ""),
         )
 
     @staticmethod
     def parse(text: str) -> "Owner":
         """The owner that a record names; of one that cannot be read nothing is known, also not that its process has ended."""
         try:
-            content = json.loads(text)
+            content = {"launch": "", **json.loads(text)}
             found = Owner(**{field.name: content[field.name] for field in fields(Owner)})
             return found if 0 < found.pid < 2**31 else _UNREADABLE
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -251,9 +256,14 @@ def _why_free(text: str, what: Path, quiet: bool) -> str | None:
 
 def _refused(what: Path, owner: Owner) -> FolderInUse:
     who = f"this process itself ({owner}), through another object" if owner.token in _held else f"{owner}"
+    sibling = owner.launch and owner.launch == os.environ.get(RUN_ID) and owner.pid != os.getpid() and not in_a_job()
+    alone = (
+        ". Both are processes of one launch, and this one has joined nobody: call ax.init() in the script, so that they train "
+        "and save together"
+    )
     return FolderInUse(
         f"{what} is being written by {who}, and has one writer at a time: end that one, or let it close the folder, or "
-        "write to another; reading is always possible"
+        f"write to another; reading is always possible{alone * bool(sibling)}"
     )
 
 

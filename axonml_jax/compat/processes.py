@@ -148,6 +148,13 @@ def backend_started() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
+def sees_others() -> bool:
+    """Whether JAX has started with the devices of several processes, as a slice of TPUs may without a coordinator."""
+    import jax
+
+    return backend_started() and jax.process_count() > 1
+
+
 def only_cpu() -> bool:
     """Whether JAX will start on CPUs: its options say so, or no accelerator's plugin is installed."""
     import jax  # the launcher reads this file and must not wait for JAX

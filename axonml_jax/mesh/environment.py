@@ -1,8 +1,11 @@
-"""What our own launcher tells its processes beside their places: memory that outlives them, and whose copies they keep."""
+"""What our own launcher tells its processes beside their places: their launch, memory that outlives them and its copies."""
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+RUN_ID = "AXONML_JAX_RUN_ID"
+"""The variable that says which launch this process is of; the launcher's guard, which sees no package, says it anew."""
 
 # --------------------------------------------------------------------------------------------------
 # What the launcher hands to a process: memory that stays when the process has ended, as open files without a name.

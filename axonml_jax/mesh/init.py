@@ -34,6 +34,7 @@ from axonml_jax.mesh.launchers import (
     LaunchEnvironment,
     alone_asked,
     launch_environment,
+    mark_placed,
     ray_context,
     reserved,
 )
@@ -109,6 +110,7 @@ def init(
         )
     if found is None and num_processes is None and (said := reserved(os.environ)):
         logger.warning("%s", said)
+    mark_placed()
     name = found.launcher if found is not None else "alone"
     return replace(local_world(chosen, _local_rank(found), timeout), launcher=name)
 

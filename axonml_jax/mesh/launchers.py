@@ -6,16 +6,20 @@ trains alone by mistake.
 
 import itertools
 import json
+import os
 import re
 import socket
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from axonml_jax.mesh.join import host_port, outward_address
+from axonml_jax.compat.processes import sees_others
+from axonml_jax.mesh.environment import RUN_ID
+from axonml_jax.mesh.join import host_port, in_a_job, outward_address
 
 ALONE = "AXONML_JAX_ALONE"
 """Set to 1, this process is no part of any job, whatever other variables say: for array jobs that sweep."""
@@ -454,6 +458,41 @@ def alone_asked(environ: Variables) -> bool:
     if said not in ("", "0", "1"):
         raise ValueError(f"{ALONE}={said!r}: 1 runs this process alone, 0 does not")
     return said == "1"
+
+
+# --------------------------------------------------------------------------------------------------
+# One of several processes that never called `ax.init` would train alone, each on its own copy, and nobody would notice.
+# --------------------------------------------------------------------------------------------------
+
+_placed = threading.Event()
+
+
+def mark_placed() -> None:
+    """Remember that `ax.init` has found this process's place, in a job or alone, or that it simulates a world of its own."""
+    _placed.set()
+
+
+def refuse_unjoined() -> None:
+    """Refuse to go on in one of several launched processes that has not joined the others, nor simulates a world.
+
+    Raises:
+      RuntimeError: saying which process this is, who has started it, and how it joins.
+      ValueError: see `launch_environment`.
+    """
+    if _placed.is_set() or in_a_job():
+        return
+    if not alone_asked(os.environ) and (context := ray_context()) is not None:
+        who, process, count = "ray", context.get_world_rank(), context.get_world_size()
+    elif (launch := launch_environment(os.environ)) is not None:
+        who, process, count = launch.launcher, launch.process_id, launch.num_processes
+    else:
+        return
+    if count > 1 and not sees_others():
+        who = "axonml-jax launch" if who == "torchrun" and RUN_ID in os.environ else who
+        raise RuntimeError(
+            f"this is process {process} of {count} that {who} has started, and it has joined nobody: every process would "
+            f"train alone. Call ax.init() before the first JAX operation, or set {ALONE}=1 to run each process alone"
+        )
 
 
 # --------------------------------------------------------------------------------------------------

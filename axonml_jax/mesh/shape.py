@@ -171,10 +171,15 @@ def make_mesh(*, devices: Sequence | None = None, **degrees: int) -> Mesh:
 
     Raises:
       ValueError: for an unknown axis, an illegal degree, or a product that is not the number of devices.
+      RuntimeError: for all devices of one of several launched processes that has not called `ax.init`.
 
     >>> make_mesh(data=-1).axis_names
     ('data',)
     """
+    if devices is None:
+        from axonml_jax.mesh.launchers import refuse_unjoined  # not imported by whom a mesh is given
+
+        refuse_unjoined()
     named = check_axis_names(degrees or {"data": -1})
     there = jax.devices() if devices is None else devices
     asked = MeshShape(**({"data": 1} | named))

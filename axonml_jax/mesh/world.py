@@ -385,7 +385,10 @@ class World:
         Raises:
           RuntimeError: when JAX has started with fewer devices.
         """
+        from axonml_jax.mesh.launchers import mark_placed
+
         backend = MockBackend(world_size)
+        mark_placed()
         return cls(backend=backend, local_ranks=tuple(range(world_size)), num_processes=1, process_index=0)
 
     @property
@@ -501,9 +504,11 @@ def threaded_worlds(world_size: int, timeout: float = DEFAULT_TIMEOUT) -> list[W
     Raises:
       RuntimeError: when JAX has started with fewer devices.
     """
+    from axonml_jax.mesh.launchers import mark_placed
     from axonml_jax.mesh.ranks import Board
 
     backend = MockBackend(world_size)
+    mark_placed()
     board = Board(timeout)
     return [
         World(
@@ -541,6 +546,7 @@ def as_mesh(
     Raises:
       ValueError: naming every axis that is not in `AXES` nor mapped to it, or that would double another.
       TypeError: for anything else.
+      RuntimeError: in one of several launched processes that has not called `ax.init`.
 
     >>> import jax
     >>> as_mesh(jax.make_mesh((1, 1), ("dp", "model"))).axis_names
@@ -554,6 +560,10 @@ def as_mesh(
         return as_mesh(target.sub_mesh if target.members else target.mesh, rename, own=own)
     if not isinstance(target, Mesh | AbstractMesh):
         raise TypeError(f"{target!r} is no mesh: give a jax.sharding.Mesh, a World, a ProcessGroup, or None")
+    if isinstance(target, Mesh):
+        from axonml_jax.mesh.launchers import refuse_unjoined
+
+        refuse_unjoined()
     kept = flat_axes(own)
     names = tuple(_renamed(target.axis_names, {name: name for name in kept} | dict(rename or {}), {*AXES, *kept}))
     types = (AxisType.Auto,) * len(names)
