@@ -67,6 +67,17 @@ def place(tmp_path_factory):
     return tmp_path_factory.mktemp("weights")
 
 
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_plain_module_is_written_as_its_state_dict_is(kind, tmp_path):
+    config = CONFIGS[kind]
+    module = Transformer(config, rngs=nnx.Rngs(5))
+    model = ax.DDP(module, mesh_of(data=1))
+    for name, values in {"state_dict": model.state_dict(), "plain": module, "module": model.module}.items():
+        write_pretrained(tmp_path / name, config, values)
+    files = [{each.name: each.read_bytes() for each in folder.iterdir()} for folder in tmp_path.iterdir()]
+    assert files[0] == files[1] == files[2] and len(files[0]) == 2
+
+
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.slow
 def test_weights_go_into_every_layout_and_back(name, place, tmp_path):
@@ -177,6 +188,16 @@ def test_weights_of_another_model_and_folders_with_other_arrays_are_refused(plac
     with pytest.raises(FileNotFoundError, match=r"has no config\.json: give a folder that save_pretrained wrote"):
         load_pretrained(other, tmp_path)
     ax.save_safetensors(tmp_path / "other.safetensors", {"a": np.ones(2)})
+    small = dataclasses.replace(CONFIGS["gpt2"], mlp_hidden_size=16)
+    with pytest.raises(
+        ValueError, match=r"(?s)not of the configuration given:.*up/kernel: shape \(8, 12\), not \(8, 16\)"
+    ):
+        write_pretrained(tmp_path / "small", small, other)
+    with pytest.raises(ValueError, match=r"(?s)not of the configuration given:.*query_norm/scale: missing"):
+        write_pretrained(tmp_path / "qwen", CONFIGS["qwen3"], other.module)
+    with pytest.raises(TypeError, match=r"write_pretrained: give a flax\.nnx\.Module or arrays by name, not a int"):
+        write_pretrained(tmp_path / "number", CONFIGS["gpt2"], 3)
+    assert not list(tmp_path.glob("*/"))
     with pytest.raises(ValueError, match=r"has other arrays, which readers would take too: remove other\.safetensors"):
         write_pretrained(tmp_path, CONFIGS["gpt2"], other)
     assert not (tmp_path / "config.json").exists()

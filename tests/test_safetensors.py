@@ -79,6 +79,16 @@ def test_what_holds_no_arrays_is_refused_with_what_to_give(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_model_given_to_load_is_refused_with_the_way_into_it(tmp_path):
+    module = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    ax.save_safetensors(tmp_path / "x", module)
+    with pytest.raises(TypeError, match=r"was given a Linear too: .*load_state_dict\(ax\.load_safetensors\(path\)\)"):
+        ax.load_safetensors(tmp_path / "x", module)
+    model = ax.DDP(nnx.Linear(2, 3, rngs=nnx.Rngs(1)))  # as it says
+    model.load_state_dict(ax.load_safetensors(tmp_path / "x"))
+    np.testing.assert_array_equal(model.module.kernel[...], module.kernel[...])
+
+
 def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     for work in (lambda: ax.save_safetensors(tmp_path / "x", {}), lambda: ax.load_safetensors(tmp_path / "x")):

@@ -100,18 +100,26 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def load_safetensors(path: str | os.PathLike, *, rename: Rename = None) -> dict[str, np.ndarray]:
+def load_safetensors(path: str | os.PathLike, *models: Any, rename: Rename = None) -> dict[str, np.ndarray]:
     """Whole arrays by name, for `load_state_dict`.
 
     Args:
       path: a file, the index of several (`model.safetensors.index.json`), or a folder with either.
+      models: none: arrays are returned, and go into no model here.
       rename: from the file's names to those wanted.
 
     Raises:
+      TypeError: for a model, saying how the arrays go into one.
       ImportError: without the package safetensors.
       FileNotFoundError: when there is no such file.
       ValueError: listing names that become the same or stand in two files, or saying what is wrong with a file.
     """
+    if models:
+        raise TypeError(
+            f"load_safetensors(path) returns arrays by name and was given a {type(models[0]).__name__} too: put them into a "
+            "parallel model, model = ax.DDP(module) and model.load_state_dict(ax.load_safetensors(path)); the plain module "
+            "with them is model.module"
+        )
     require_safetensors(str(path))
     found: dict[str, np.ndarray] = {}
     for file in safetensors_files(Path(path)):

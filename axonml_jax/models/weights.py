@@ -22,6 +22,7 @@ from axonml_jax.layers.experts import RouterState
 from axonml_jax.mesh.axes import as_axes
 from axonml_jax.model.lora import dequantized, is_adapter, merged, quantized, scales_name
 from axonml_jax.model.safetensors import Pending, StoredArrays, write_shards
+from axonml_jax.model.view import named_arrays
 from axonml_jax.models.config import TransformerConfig, unlike
 from axonml_jax.models.families.family import ArraySource, Family, Place, assembled, names_there, shape_there, sources
 from axonml_jax.models.families.known import config_of, described_in, family_named, family_of
@@ -319,7 +320,7 @@ def check_pretrained(config: TransformerConfig, folder: str | os.PathLike) -> No
 def write_pretrained(
     folder: str | os.PathLike,
     config: TransformerConfig,
-    values: Mapping[str, Any] | Checkpointable,
+    values: nnx.Module | Mapping[str, Any] | Checkpointable,
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
@@ -329,22 +330,25 @@ def write_pretrained(
       folder: made where it is not there.
       config: of the model.
       values: a parallel model, which every process must give and the first one writes, with no more than one array whole at
-        a time, matrices with their adapters (`ax.lora`) in them; or its `state_dict()`, which one process writes.
+        a time, matrices with their adapters (`ax.lora`) in them; or, which one process writes, its `state_dict()`, or a plain
+        `Transformer`, such as its `module`.
       shard_bytes: bytes of arrays in a file at most.
 
     Raises:
-      ValueError: when the model is of none of the families, the folder holds other arrays, or a `state_dict` adapters.
+      TypeError: for anything else.
+      ValueError: when the model is of none of the families or of another configuration, the folder holds other arrays, or a
+        `state_dict` adapters.
     """
     family, folder = family_of(config), Path(folder)
     many = isinstance(values, Checkpointable)
     leads = not many or jax.process_index() == 0
-    if not many and (adapters := list(filter(is_adapter, values))):
-        raise ValueError(f"values has adapters, {', '.join(adapters)}: give the parallel model itself, which is merged")
+    leaves = values.checkpoint_leaves() if many else _leaves_of(values)
+    every = sources(family, config)
+    _refuse_other_model(config, every, leaves)
     if leads:
         folder.mkdir(parents=True, exist_ok=True)
-    leaves = values.checkpoint_leaves() if many else {_MODEL + name: Leaf(value) for name, value in values.items()}
     arrays = []
-    for there, parts in names_there(sources(family, config)).items():
+    for there, parts in names_there(every).items():
         own = [(leaves[_MODEL + name], index, place) for name, index, place in parts]
         arrays.append(pending(there if there.startswith("lm_head") else family.prefix + there, own))
     write_shards(folder, arrays, most=shard_bytes, metadata={"format": "pt"}, writes=leads)
@@ -352,6 +356,29 @@ def write_pretrained(
         new = folder / "config.json.new"
         new.write_text(json.dumps(family.describe(config), indent=2) + "\n", encoding="utf-8")
         new.replace(folder / "config.json")
+
+
+def _leaves_of(values: nnx.Module | Mapping[str, Any]) -> dict[str, Leaf]:
+    """The arrays of a plain module or of a `state_dict`, without adapters."""
+    try:
+        named = named_arrays(values)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"write_pretrained: {error}") from error
+    if adapters := list(filter(is_adapter, named)):
+        raise ValueError(f"values has adapters, {', '.join(adapters)}: give the parallel model itself, which is merged")
+    return {_MODEL + name: Leaf(value) for name, value in named.items()}
+
+
+def _refuse_other_model(
+    config: TransformerConfig, every: Mapping[str, ArraySource], leaves: Mapping[str, Leaf]
+) -> None:
+    """Refuse arrays that are not those of a configuration, in whose place others would be written."""
+    wanted = {name: shape for name, shape in _shapes(config, every).items() if name in every}
+    here = {name: leaf.shape for name in wanted if (leaf := leaves.get(_MODEL + name)) is not None}
+    problems = [f"  {name}: missing" for name in wanted if name not in here]
+    problems += [f"  {name}: shape {own}, not {wanted[name]}" for name, own in here.items() if own != wanted[name]]
+    if problems:
+        raise ValueError("write_pretrained: the model is not of the configuration given:\n" + _listed(problems))
 
 
 def _stored_arrays(folder: str | os.PathLike) -> StoredArrays:
