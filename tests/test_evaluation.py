@@ -284,6 +284,7 @@ def test_a_check_names_every_leaf_that_differs_with_the_difference_and_the_toler
     assert not found.equal and {"loss", "gradients/blocks/0/kernel"} <= set(found.differs) <= leaves | {"loss"}
     row = r"^  gradients/blocks/0/kernel: max\|a-b\| = \S+ > 1e-09 \(max"
     assert re.search(row, str(found), re.MULTILINE), str(found)
+    assert str(found).endswith("x - x.mean(0): the model is called with a rank's rows")
     with pytest.raises(ValueError, match=r"leaves differ(.|\n)*gradients/blocks/0/kernel: max"):
         trainer.check(batch_of(16), strict=True)
 
@@ -295,6 +296,7 @@ def test_a_check_says_by_name_what_it_cannot_compare_and_why():
     assert not found.equal and not found.differs and not found.compared
     assert "norm/mean, norm/var: each of 2 microbatches has its own statistics" in str(found)
     assert "gradients: dropout draws random numbers, of which every shard has its own; model.eval()" in str(found)
+    assert "x.mean(0)" not in str(found)
     moody.model.eval()
     assert moody.check(batch).equal, str(moody.check(batch))
     own = ax.Plan(data=ax.Replicate(sync_strategy="no_sync"))

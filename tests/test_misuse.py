@@ -175,6 +175,64 @@ def test_a_loss_that_nothing_trained_reaches_is_an_error_at_the_first_step(plan,
     assert trainer.state.step == 0  # before the first update
 
 
+@pytest.mark.parametrize("loss", UNREAD)
+def test_a_check_refuses_what_the_step_refuses(loss):
+    trainer = ax.DDP(Blocks(), mesh_of({"data": 2})).trainer(optax.sgd(0.1), UNREAD[loss])
+    with pytest.raises(ValueError, match="no trained parameter reaches the loss"):
+        trainer.check(BATCH)
+
+
+OUTSIDE = {
+    "a part of the module given": lambda net: lambda model, x: net.blocks[1](model.blocks[0](x)),
+    "as a teacher": lambda net: lambda model, x: model(x) - net(x),
+    "a frozen part": lambda net: lambda model, x: model.blocks[1](net.blocks[0](x)),
+    "another module of the same kind": lambda net: lambda model, x: Blocks().blocks[1](model.blocks[0](x)),
+}
+
+
+@pytest.mark.parametrize("plan", UNREAD_UNDER)
+def test_parameters_that_a_loss_reads_from_outside_are_named_once(plan, caplog):
+    degrees, settings = UNREAD_UNDER[plan]
+    if settings.pipe is not None:
+        pytest.skip("a loss that calls blocks by itself is no pipeline's")
+    net, traced = Blocks(), []
+    called = OUTSIDE["a part of the module given"](net)
+
+    def loss(model, batch):
+        traced.append(None)
+        return mean_loss(lambda x: called(model, x), batch)
+
+    trainer = ax.parallelize(net, mesh_of(degrees), settings).trainer(optax.sgd(0.1), loss)
+    trainer.step(BATCH), trainer.step(BATCH)
+    said = "the loss reads blocks/1/bias, blocks/1/kernel of a module from outside"
+    assert [said in each for each in caplog.messages] == [True]
+    traced.clear()
+    trainer.trace(BATCH)
+    assert not traced  # what was looked at is the step's own trace
+
+
+@pytest.mark.parametrize("loss", list(OUTSIDE)[1:])
+def test_a_module_from_outside_that_is_meant_is_not_spoken_of(loss, caplog):
+    net = Blocks()
+    called = OUTSIDE[loss](net)
+    frozen = [r"blocks/1"] if loss == "a frozen part" else None
+    trainer = ax.DDP(net, mesh_of({"data": 2}), trainable=frozen).trainer(
+        optax.sgd(0.1), lambda model, batch: mean_loss(lambda x: called(model, x), batch)
+    )
+    trainer.step(BATCH)
+    assert trainer.check(BATCH).equal and not caplog.messages
+
+
+def test_the_module_of_the_model_itself_is_outside_of_it_too(caplog):
+    model = ax.DDP(Blocks(), mesh_of({"data": 2}))
+    net = model.module
+    trainer = model.trainer(
+        optax.sgd(0.1), lambda model, batch: mean_loss(lambda x: net.blocks[1](model.blocks[0](x)), batch)
+    )
+    assert trainer.check(BATCH).equal
+    assert ["blocks/1/bias, blocks/1/kernel of a module from outside" in each for each in caplog.messages] == [True]
+
+
 class Stopping(nnx.Module):
     def __init__(self):
         self.inner = Two()

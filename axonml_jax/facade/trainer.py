@@ -19,6 +19,7 @@ from flax import linen, nnx
 from jax.sharding import Mesh
 
 from axonml_jax.base import LossFn, PyTree, logger, named_leaves
+from axonml_jax.compat.jaxpr import opened
 from axonml_jax.compat.order import (
     handed_back,
     no_mesh_around,
@@ -131,6 +132,7 @@ class SavedModel(abc.ABC):
         self._given: dict[str, str] = {}
         self._hollow: Variables | None = None
         self._handed: list[Handed] = []
+        self._outside: weakref.WeakValueDictionary[int, nnx.Module] = weakref.WeakValueDictionary()
 
     @property
     def stacked_dims(self) -> Mapping[str, int]:
@@ -160,6 +162,14 @@ class SavedModel(abc.ABC):
         while self._handed:  # until the next use of the model
             self._handed.pop().tell(self.variables)
         return self.variables
+
+    def read_outside(self, constants: Iterable[Any]) -> set[str]:
+        """Paths of parameters that a program has as constants: arrays of the module given to the model, or of its `module`."""
+        arrays = {id(value) for value in constants}
+        if not arrays:
+            return set()
+        every = [_param_leaves(module) for module in self._outside.values()]
+        return {name for leaves in every for name, leaf in leaves.items() if id(leaf) in arrays}
 
     @abc.abstractmethod
     def give_up(self) -> Variables:
@@ -553,23 +563,11 @@ class Trainer(Generic[M]):
 
     @no_mesh_around()
     def _look_at(self, norm: jax.Array, batch: PyTree) -> None:
-        """Say it when the first step's gradients are zero everywhere; this waits for that step, and is asked of no other.
-
-        Raises:
-          ValueError: where nothing that is trained reaches the loss.
-        """
-        if any(np.any(shard.data) for shard in norm.addressable_shards):
-            return
-        from axonml_jax.training.evaluate import reads_trained
-
-        with folding:
-            reads = reads_trained(self.train_step, self.model.variables, _shapes(batch))
-        if not reads:
-            raise ValueError(UNREAD)
-        logger.warning(
-            "the gradients of the first step are zero everywhere, though parameters reach the loss: so it is of a batch of "
-            "which nothing counts, or where all units are dead"
-        )
+        """See `_tell_unread`, of the first step; this waits for that step, and is asked of no other."""
+        zero, shapes = not any(np.any(shard.data) for shard in norm.addressable_shards), _shapes(batch)
+        with folding:  # the step's own trace, which JAX has kept
+            traced = self.train_step.trace(self.state, shapes) if self.model._outside else None
+        _tell_unread(self, traced, shapes, zero=zero)
 
     @no_mesh_around()
     def _compare(self, batch: PyTree) -> None:
@@ -632,7 +630,7 @@ class Trainer(Generic[M]):
           What differs, leaf by leaf, and what could not be compared and why; print it.
 
         Raises:
-          ValueError: with `strict`, the same.
+          ValueError: with `strict`, the same; where no trained parameter reaches the loss, as `step` does.
         """
         with no_mesh_around(), folding:
             from axonml_jax.training.evaluate import Differentiate
@@ -651,6 +649,8 @@ class Trainer(Generic[M]):
             program = Differentiate(view, placement, model.mesh, self._loss_fn, training=training, sync=True)
             placed = place(key, jax.sharding.PartitionSpec(), model.mesh)
             loss, metrics, grads, _ = program(variables, placed, batch)
+            zero = not any(map(np.any, jax.tree.leaves(to_host(grads))))
+            _tell_unread(self, program.trace(variables, placed, batch), _shapes(batch), zero=zero)
             got = {"loss": loss, "metrics": metrics, "gradients": program.rest.outside(grads, model.mesh)}
             (loss, metrics), grads = plainly(view, self._loss_fn, mode, whole, shard_key(key, 0, 0), given)
             found = compared(got, {"loss": loss, "metrics": metrics, "gradients": grads}, is_low(placement))
@@ -749,6 +749,41 @@ class Trainer(Generic[M]):
     def minimum_traffic(self) -> Fraction:
         """Bytes per rank and step that theory allows for this plan's gradients and parameters."""
         return self.train_step.minimum_traffic()
+
+
+def _tell_unread(trainer: Trainer, traced: Any, shapes: PyTree, *, zero: bool) -> None:
+    """Say it when gradients are zero everywhere, and when the loss reads trained parameters from outside alone.
+
+    Args:
+      trainer: whose loss it is.
+      traced: the program that was traced of the loss; None: it has no constants.
+      shapes: of its batch.
+      zero: whether its gradients are.
+
+    Raises:
+      ValueError: where nothing that is trained reaches the loss.
+    """
+    constants = [] if traced is None else [value for _, value in opened(traced.jaxpr).constants]
+    outside = trainer.model.read_outside(constants).intersection(named_leaves(trainer.model._functional.shapes.params))
+    if not zero and not outside:
+        return
+    from axonml_jax.training.evaluate import trained_read
+
+    with folding:
+        read = trained_read(trainer.train_step, trainer.model.variables, shapes)
+    if zero and not read:
+        raise ValueError(UNREAD)
+    if zero:
+        logger.warning(
+            "the gradients of the first step are zero everywhere, though parameters reach the loss: so it is of a batch of "
+            "which nothing counts, or where all units are dead"
+        )
+    if names := sorted(outside - read):
+        logger.warning(
+            "the loss reads %s of a module from outside, as constants, and not of the model that it is given: they stay as "
+            "they are. Use the model in the loss: loss_fn = lambda model, batch: ... model(batch) ...",
+            ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5),
+        )
 
 
 def _of_arrays(model: Any, batch: PyTree) -> PyTree:
@@ -925,6 +960,7 @@ class ParallelModel(SavedModel):
         """The module; if it is changed before the model is used again, that is said (see `Handed`)."""
         if isinstance(module, nnx.Module):
             self._handed.append(Handed(module, what))
+            self._outside[id(module)] = module
         return module
 
     @no_mesh_around()

@@ -401,13 +401,16 @@ class Objective:
                 error.add_note(note)
             raise
 
-    def reads_trained(self, read: Variables, key: jax.Array, batch: PyTree) -> bool:
-        """Whether a trained parameter, as read, reaches the loss, but through `stop_gradient`: of the traced program."""
+    def trained_read(self, read: Variables, key: jax.Array, batch: PyTree) -> set[str]:
+        """The paths of trained parameters that, as read, reach the loss but through `stop_gradient`: of the traced program."""
         of = lambda params: self(replace(read, params=params), key, batch)[0].total
         from axonml_jax.program.program import reached, read_program
 
         program = read_program(trace(of, read.params).jaxpr)
-        return not reached(program, program.outputs).isdisjoint(program.inputs)
+        reaching = reached(program, program.outputs)
+        return {
+            name for name, number in zip(named_leaves(read.params), program.inputs, strict=True) if number in reaching
+        }
 
     def refuse_unread(self, total: jax.Array, by: PyTree, read: Variables, key: jax.Array, batch: PyTree) -> None:
         """Refuse to train by a loss that nothing trained reaches, while it is traced.
@@ -420,7 +423,7 @@ class Objective:
         Raises:
           ValueError: where the traced program shows it.
         """
-        if self.trains and not traced_with(total, by) and not self.reads_trained(read, key, batch):
+        if self.trains and not traced_with(total, by) and not self.trained_read(read, key, batch):
             raise ValueError(UNREAD)
 
     def differentiable(self, parts: Parts, frozen: PyTree) -> Callable:

@@ -798,18 +798,19 @@ def _growing_dim(small: Any, large: Any) -> int:
 # --------------------------------------------------------------------------------------------------
 
 
-def reads_trained(step: TrainStep, variables: Variables, batch: PyTree) -> bool:
-    """Whether a trained parameter reaches a step's loss, but through `stop_gradient`: of the traced program, not of values.
+def trained_read(step: TrainStep, variables: Variables, batch: PyTree) -> set[str]:
+    """Paths of trained parameters that reach a step's loss but through `stop_gradient`: of the traced program, not of values.
 
     Args:
       step: the step.
       variables: as they rest; arrays or shapes.
       batch: a global batch; arrays or shapes.
     """
-    placement, rest, found = step.placement, step.rest, []
+    placement, rest = step.placement, step.rest
+    found: set[str] = set()
 
     def probed(read: Variables, key: jax.Array, batch: PyTree) -> tuple[jax.Array, PyTree]:
-        found.append(step.objective.reads_trained(read, key, batch))
+        found.update(step.objective.trained_read(read, key, batch))
         loss, state = step.objective(read, key, batch)  # which stages are cut of
         return loss.total, state
 
@@ -821,7 +822,7 @@ def reads_trained(step: TrainStep, variables: Variables, batch: PyTree) -> bool:
     jax.eval_shape(
         jax.shard_map(local, mesh=step.mesh, in_specs=specs, out_specs=PartitionSpec(), **options), variables, batch
     )
-    return any(found)
+    return found
 
 
 # --------------------------------------------------------------------------------------------------

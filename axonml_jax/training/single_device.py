@@ -106,6 +106,12 @@ def draws(model: Functional, loss_fn: LossFn, mode: Mode, variables: Variables, 
 # --------------------------------------------------------------------------------------------------
 
 
+MIXED = (
+    "a difference mostly comes from code inside the model that mixes rows, such as x - x.mean(0): the model is called with a "
+    "rank's rows"
+)
+
+
 @dataclass(frozen=True)
 class Check:
     """A plan's loss, metrics and gradients of one batch beside those of the user's function on one device; print it.
@@ -133,6 +139,7 @@ class Check:
         )
         lines = [f"plan against one device: {found}"]
         lines += [f"  {name}: {row}" for name, row in self.differs.items()]
+        lines += [MIXED] * bool(self.differs)
         return "\n".join(lines + [f"  not compared: {name}: {why}" for name, why in self.left_out.items()])
 
 
