@@ -1,6 +1,7 @@
 """`axonml-jax plan` writes what `train` reads; `explain --check` and `train` keep to a budget of memory and traffic."""
 
 import json
+import math
 import re
 import shlex
 from dataclasses import replace
@@ -11,9 +12,11 @@ import pytest
 import axonml_jax as ax
 from axonml_jax.__main__ import main
 from axonml_jax.cli.plan import config_text
+from axonml_jax.cli.run import lay_ground
 from axonml_jax.config.config import read_config
 from axonml_jax.config.sections import memory_size
-from axonml_jax.models.config import PRESETS, preset
+from axonml_jax.models.config import PRESETS, TransformerConfig, preset
+from axonml_jax.planner.search import candidates, exactly
 
 PLANS = Path(__file__).resolve().parents[1] / "configs" / "plans"
 TINY = """
@@ -196,3 +199,35 @@ def test_what_is_missing_is_said_before_anything_is_printed(case, tiny, tmp_path
     out, error = capsys.readouterr()
     assert out == "" and message in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.yaml"]
+
+
+KINDS = {
+    "shards": ("data", "fsdp"),
+    "positions": ("fsdp", "context"),
+    "layers": ("fsdp", "tensor"),
+    "grid": ("fsdp", "depth", "row", "col"),
+    "stages": ("data", "fsdp", "pipe"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_the_planner_chooses_is_built_from_what_it_writes(kind, tmp_path):
+    model = TransformerConfig(
+        vocab_size=256, num_layers=4, hidden_size=32, num_heads=8, max_length=2048, scan_layers=False
+    )
+    answer = ax.plan(model, num_devices=8, hardware="h100", global_batch=16, axes=KINDS[kind])
+    ways = {}
+    for each in candidates(model, 8, global_batch=16, length=2048, axes=KINDS[kind]):
+        degrees = [axis for axis, ranks in each.degrees if ranks > 1]
+        ways.setdefault((*degrees, each.stage, each.shared, each.method, each.schedule, each.chunks > 1), each)
+    written = tmp_path / "planned.yaml"
+    for way in ways.values():
+        try:
+            found = replace(answer, best=exactly(answer.asked, way))
+        except ValueError:  # a schedule that refuses these sizes
+            continue
+        written.write_text(config_text(found), "utf-8")
+        ground = lay_ground(read_config("train", [str(written), "--devices.simulated", "8"]))
+        apart = [ranks for axis, ranks in way.degrees if axis in ("tensor", "pipe", "row", "col")]
+        assert ground.plan.batch_layout(ground.mesh.shape).degree == 8 // math.prod(apart), way
+    assert len(ways) > 3

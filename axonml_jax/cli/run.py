@@ -818,9 +818,11 @@ def lay_ground(config: RunConfig) -> RunSetup:
     own = None if config.data.class_path is None else read_own(config.data, config.train.global_batch_size)
     batch, plan = batch_of_tokens(config) if own is None else own.batch, config.build_plan()
     ground = RunSetup(world, mesh, plan, batch, own)
-    # In which order ranks hold positions a model of one's own decides, which is made later: see `check_own`.
-    any_order = replace(plan, context=replace(config.context, order="contiguous").build())
-    check_sizes(config, ground, any_order if isinstance(config.model, OwnModel) else plan)
+    if isinstance(
+        config.model, OwnModel
+    ):  # it decides in which order ranks hold positions, and is made later: see `check_own`
+        plan = replace(config, context=replace(config.context, order="contiguous")).build_plan()
+    check_sizes(config, ground, plan)
     return ground
 
 
