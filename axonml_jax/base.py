@@ -350,7 +350,7 @@ def _bar(share: float) -> str:
 # says which; `SAME_KEYS` are taken all the same.
 # --------------------------------------------------------------------------------------------------
 
-AXES: dict[str, str] = {
+AXIS_SYNONYMS: dict[str, str] = {
     "dp": "data",
     "ddp": "data",
     "batch": "data",

@@ -313,6 +313,8 @@ ARRAYS = "arrays"
 """The folder with the arrays, an Orbax checkpoint of its own."""
 
 FORMAT = 1
+"""A new field is a line of `Manifest` and one of `_RULES`; `Manifest.read` brings older formats up to date."""
+
 _CHUNK = 1 << 24
 _READERS = 4  # reading and summing both leave Python's lock alone
 

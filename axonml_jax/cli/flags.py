@@ -7,8 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from axonml_jax.base import AXES as SYNONYMS
-from axonml_jax.base import meant
+from axonml_jax.base import AXIS_SYNONYMS, meant
 from axonml_jax.config.config import ConfigError, add_imports
 from axonml_jax.config.sections import memory_size
 from axonml_jax.models.config import PRESETS
@@ -197,7 +196,7 @@ def plan_parser() -> argparse.ArgumentParser:
 
 
 def _add_search(parser: argparse.ArgumentParser) -> None:
-    named = lambda axis: SYNONYMS.get(axis.lower(), axis)
+    named = lambda axis: AXIS_SYNONYMS.get(axis.lower(), axis)
     parser.add_argument(
         "--axes", nargs="+", choices=SEARCHED, type=named, default=SEARCHED, help="mesh axes to take (default: all)"
     )

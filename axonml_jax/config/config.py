@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 from jsonargparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace, get_loader
 
-from axonml_jax.base import AXES, KEYS, NO_AXIS, SAME_KEYS, SECTIONS, meant
+from axonml_jax.base import AXIS_SYNONYMS, KEYS, NO_AXIS, SAME_KEYS, SECTIONS, meant
 from axonml_jax.config.sections import (
     BYTES,
     NO_LOSS,
@@ -44,6 +44,7 @@ from axonml_jax.config.sections import (
 )
 from axonml_jax.data.sources import KINDS
 from axonml_jax.layers.options import LatentConfig, RopeScaling
+from axonml_jax.mesh.axes import BATCH_AXES
 from axonml_jax.models.config import ExpertsConfig, TransformerConfig
 from axonml_jax.planner.hardware import HARDWARE, Hardware
 
@@ -789,9 +790,6 @@ def _refuse_twins(mapping: yaml.MappingNode) -> None:
 MACHINES = "AXONML_JAX_MACHINES"
 """The variable by which the launcher says how many machines there may be."""
 
-_ROWS = ("data", "fsdp", "expert", "depth")
-"""The mesh axes over which rows of a batch are split."""
-
 
 @dataclass(frozen=True)
 class Machines:
@@ -890,7 +888,7 @@ def _problems(config: RunConfig, machines: Machines, per_machine: int) -> Iterat
         )
         return
     yield from _of_sizes(config, machines, free, per_machine, together)
-    if free not in _ROWS and config.train.on_shrink == "shrink_batch":
+    if free not in BATCH_AXES and config.train.on_shrink == "shrink_batch":
         yield f"train.on_shrink=shrink_batch: with mesh.{free}=-1 devices have as many rows on fewer machines: leave it out"
         return
     yield from _of_batch(config, machines, per_machine)
@@ -925,7 +923,7 @@ def _shards(config: RunConfig, devices: int) -> int:
     """Into how many equal parts the rows of a batch are cut among so many devices, microbatches of a pipeline counted."""
     fixed = math.prod(degree for degree in config.degrees.values() if degree != -1)
     degrees = {axis: devices // fixed if degree == -1 else degree for axis, degree in config.degrees.items()}
-    parts = math.prod(degree for axis, degree in degrees.items() if axis in _ROWS)
+    parts = math.prod(degree for axis, degree in degrees.items() if axis in BATCH_AXES)
     return parts * (config.pipeline.num_microbatches if config.mesh.pipe > 1 else 1)
 
 
@@ -1167,7 +1165,7 @@ def _nearest(key: str, known: Sequence[str], dashes: str = "") -> str:
     lasts, named = {name.rpartition(".")[2]: name for name in reversed(known)}, key.rpartition(".")[2].lower()
     if why := NO_AXIS.get(named):
         return f": {why}"
-    if other := lasts.get(AXES.get(named) or KEYS.get(named, "")):
+    if other := lasts.get(AXIS_SYNONYMS.get(named) or KEYS.get(named, "")):
         return f": did you mean {dashes}{other}?"
     last = difflib.get_close_matches(key.rpartition(".")[2], lasts, n=1, cutoff=0.75)
     whole = difflib.get_close_matches(key, [*known, *_SECTIONS], n=1, cutoff=0.6)

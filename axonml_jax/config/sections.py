@@ -12,6 +12,7 @@ from axonml_jax.base import bytes_meant, meant
 from axonml_jax.checkpoint.object_store import ObjectStore
 from axonml_jax.checkpoint.retention import Retention, seconds_of
 from axonml_jax.data.sources import TEXT_SUFFIXES
+from axonml_jax.mesh.axes import AXES
 from axonml_jax.models.config import TransformerConfig
 
 if TYPE_CHECKING:
@@ -72,9 +73,6 @@ class EmaConfig:
 # The sections `mesh` and `context` of a configuration.
 # --------------------------------------------------------------------------------------------------
 
-_INNER_AXES = ("pipe", "fsdp", "expert", "context", "depth", "row", "col", "tensor")
-"""Mesh axes that are left out where their degree is 1."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
@@ -105,7 +103,7 @@ class MeshConfig:
     @property
     def degrees(self) -> dict[str, int]:
         """The axes of the mesh."""
-        inner = {name: size for name in _INNER_AXES if (size := getattr(self, name)) != 1}
+        inner = {name: size for name in AXES[1:] if (size := getattr(self, name)) != 1}
         return {"data": self.data} | inner
 
 

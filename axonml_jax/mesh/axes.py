@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 AXES: tuple[str, ...] = ("data", "pipe", "fsdp", "expert", "context", "depth", "row", "col", "tensor")
-"""Every axis a library mesh may have, in canonical order."""
+"""Every axis a library mesh may have, in canonical order. A new one is a field of `MeshShape`, `Plan` and `MeshConfig` too."""
 
 BATCH_AXES: tuple[str, ...] = ("data", "fsdp", "expert", "depth")
 """The axes over which the rows of the global batch are split; `context` splits their positions."""

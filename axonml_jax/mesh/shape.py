@@ -10,8 +10,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from axonml_jax.base import AXES as SYNONYMS
-from axonml_jax.base import NO_AXIS, nearest
+from axonml_jax.base import AXIS_SYNONYMS, NO_AXIS, nearest
 from axonml_jax.mesh.axes import AXES
 
 # --------------------------------------------------------------------------------------------------
@@ -67,7 +66,7 @@ def split_over_slices(sizes: tuple[int, ...], num_slices: int) -> tuple[int, ...
 
 
 # --------------------------------------------------------------------------------------------------
-# The degrees of a mesh as a value, and the `jax.sharding.Mesh` made from them (user-made meshes: see as_mesh.py).
+# The degrees of a mesh as a value, and the `jax.sharding.Mesh` made from them (of users: `as_mesh` in mesh/world.py).
 # --------------------------------------------------------------------------------------------------
 
 
@@ -201,7 +200,7 @@ def check_axis_names(degrees: Mapping[str, int]) -> dict[str, int]:
     Raises:
       ValueError: naming every unknown axis and the nearest known name, or two names of one axis.
     """
-    ours = {name: name if name in AXES else SYNONYMS.get(name.lower(), name) for name in degrees}
+    ours = {name: name if name in AXES else AXIS_SYNONYMS.get(name.lower(), name) for name in degrees}
     if unknown := [name for name, axis in ours.items() if axis not in AXES]:
         raise ValueError(f"unknown mesh axes {', '.join(map(axis_hint, unknown))}: the axes are {', '.join(AXES)}")
     if doubled := [name for name, axis in ours.items() if list(ours.values()).count(axis) > 1]:
@@ -213,7 +212,7 @@ def axis_hint(name: str) -> str:
     """An unknown axis with what was most likely meant, or why there is no such axis."""
     if why := NO_AXIS.get(name.lower()):
         return f"{name!r} ({why})"
-    near = nearest(name, AXES, SYNONYMS, cutoff=0.4)
+    near = nearest(name, AXES, AXIS_SYNONYMS, cutoff=0.4)
     return f"{name!r} (did you mean {near!r}?)" if near else repr(name)
 
 

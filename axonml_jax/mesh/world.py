@@ -14,7 +14,7 @@ import jaxlib
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from axonml_jax.base import AXES as SYNONYMS
+from axonml_jax.base import AXIS_SYNONYMS
 from axonml_jax.compat.order import no_mesh_around
 from axonml_jax.compat.processes import backend_started
 from axonml_jax.compat.versions import installed
@@ -58,7 +58,9 @@ class ProcessGroup:
     timeout: float = dataclasses.field(default=DEFAULT_TIMEOUT, compare=False, kw_only=True)
 
     def __post_init__(self):
-        axes = tuple(axis if axis in self.mesh.axis_names else SYNONYMS.get(axis, axis) for axis in as_axes(self.axes))
+        axes = tuple(
+            axis if axis in self.mesh.axis_names else AXIS_SYNONYMS.get(axis, axis) for axis in as_axes(self.axes)
+        )
         unknown = [axis for axis in axes if axis not in self.mesh.axis_names]
         if unknown or not axes or len(set(axes)) < len(axes):
             raise ValueError(f"group axes {axes}: they must be distinct axes of the mesh, {self.mesh.axis_names}")
@@ -575,7 +577,7 @@ def as_mesh(
 
 
 def _renamed(names, rename, known) -> list[str]:
-    ours = [rename.get(name, SYNONYMS.get(name, name)) for name in names]
+    ours = [rename.get(name, AXIS_SYNONYMS.get(name, name)) for name in names]
     unknown = [name for name, our in zip(names, ours, strict=True) if our not in known]
     doubled = [name for name, our in zip(names, ours, strict=True) if our in known and ours.count(our) > 1]
     if unknown or doubled:
@@ -584,7 +586,7 @@ def _renamed(names, rename, known) -> list[str]:
         example = f"rename={{{(unknown + doubled)[0]!r}: 'data'}}"
         raise ValueError(
             f"mesh with axes {tuple(names)}: {' and '.join(parts)}. An axis must be, or be renamed to, one of "
-            f"{', '.join(AXES)} (known synonyms: {', '.join(SYNONYMS)}): pass {example}, or give an axis of "
+            f"{', '.join(AXES)} (known synonyms: {', '.join(AXIS_SYNONYMS)}): pass {example}, or give an axis of "
             f"your own a strategy, ax.Plan(axes={{{(unknown + doubled)[0]!r}: ...}})"
         )
     return ours

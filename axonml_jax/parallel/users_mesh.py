@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from axonml_jax.base import AXES, PyTree
+from axonml_jax.base import AXIS_SYNONYMS, PyTree
 from axonml_jax.compat.jaxpr import Operation, trace
 from axonml_jax.compat.order import (
     axis_not_found,
@@ -143,7 +143,7 @@ def one_device(meshes: Iterable[AbstractMesh]) -> AbstractMesh:
     ('rows', 'model', 'fsdp', 'zero', 'dp_shard')
     """
     kinds = {name: kind for mesh in meshes for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)}
-    kinds |= {name: AxisType.Auto for name, axis in AXES.items() if axis in kinds and name not in kinds}
+    kinds |= {name: AxisType.Auto for name, axis in AXIS_SYNONYMS.items() if axis in kinds and name not in kinds}
     kind = AxisType.Explicit if AxisType.Explicit in kinds.values() else AxisType.Auto
     return AbstractMesh((1,) * len(kinds), tuple(kinds), axis_types=(kind,) * len(kinds))
 
@@ -157,7 +157,7 @@ def _attempts(
         yield one, lambda k, leaf: None
         return
     named = dict.fromkeys(name for mesh in meshes for name in mesh.axis_names)
-    rows = [name for name in named if AXES.get(name, name) in ("data", "fsdp")]
+    rows = [name for name in named if AXIS_SYNONYMS.get(name, name) in ("data", "fsdp")]
     given = list(model.users_specs)
     for axes in dict.fromkeys((tuple(rows[:1]), tuple(rows), ())):
         batch = PartitionSpec(axes if len(axes) > 1 else next(iter(axes))) if axes else None
@@ -240,7 +240,9 @@ class _Replayed:
         """A value placed along the axes left to the partitioner, as code has said it of the user's names."""
         if not self.left or not isinstance(to, NamedSharding):
             return x
-        ours = lambda entry: tuple(axis for name in as_axes(entry or ()) if (axis := AXES.get(name, name)) in self.left)
+        ours = lambda entry: tuple(
+            axis for name in as_axes(entry or ()) if (axis := AXIS_SYNONYMS.get(name, name)) in self.left
+        )
         free = PartitionSpec.UNCONSTRAINED
         spec = PartitionSpec(*(free if entry is free else ours(entry) or free for entry in to.spec))
         if all(entry is free for entry in spec):

@@ -347,8 +347,8 @@ class Answer:
         slices = -(-asked.num_devices // asked.hardware.island) if asked.hardware.torus else 1
         islands = f" in {slices} slices" if slices > 1 else ""
         head = (
-            f"{asked.model.num_params:,} parameters, {asked.global_batch:,} sequences of {asked.length:,} on "
-            f"{asked.num_devices:,} x {asked.hardware.name}{islands} ({asked.memory / 2**30:.1f} GiB each may be filled)"
+            f"{asked.model.num_params:,} parameters in {asked.dtype}, {asked.global_batch:,} sequences of {asked.length:,} "
+            f"on {asked.num_devices:,} x {asked.hardware.name}{islands} ({asked.memory / 2**30:.1f} GiB each may be filled)"
         )
         rows = [_row(one) for one in (self.best, *self.runners_up)]
         table = aligned(["plan", "ms/step", "MFU", "GiB", "exposed ms", "bubble ms"], rows, left=1)
