@@ -17,6 +17,7 @@ from jax.profiler import ProfileData
 from workers.launch import hearing_ctrl_c
 
 from axonml_jax.__main__ import main
+from axonml_jax.cli import run as cli_run
 from axonml_jax.cli.run import new_folder
 from axonml_jax.config.config import read_config
 from axonml_jax.facade.trainer import Trainer
@@ -198,6 +199,29 @@ def test_explain_prints_plan_and_ledger_and_allocates_nothing(run):
     assert status == 0
     assert "1,057,728 parameters" in out and "all_reduce" in out and "1.0000" in out
     assert len(jax.live_arrays()) <= before  # others' garbage may go meanwhile
+
+
+def test_explain_simulates_the_devices_that_a_machine_lacks_where_nobody_says_a_number(tmp_path):
+    config = yaml.safe_load(Path(QUICKSTART).read_text()) | {"mesh": {"fsdp": 8, "data": -1}}
+    del config["devices"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    out, err = (explaining := in_process("explain", str(tmp_path / "config.yaml"))).communicate()
+    assert explaining.returncode == 0, err
+    assert "this machine has 1 device: 8 are simulated, on which nothing runs" in out and "fsdp=8 on 8 simulated" in out
+    out, err = (training := in_process("train", str(tmp_path / "config.yaml"), "--mesh.data=1")).communicate()
+    assert training.returncode == 2 and err.rstrip().endswith("or 8 simulated: --devices.simulated 8"), err
+
+
+def test_explain_leaves_devices_alone_that_suffice_or_were_asked_for(monkeypatch):
+    config = read_config("explain", [QUICKSTART, "--mesh.fsdp=4", "--devices.simulated=null"])
+    monkeypatch.setattr(cli_run, "requested_devices", lambda: 4)
+    assert cli_run.simulated_where_few(config, {}) is config
+    monkeypatch.setattr(cli_run, "requested_devices", lambda: 2)
+    assert cli_run.simulated_where_few(config, {}).devices.simulated == 4
+    asked = read_config("explain", [QUICKSTART, "--mesh.fsdp=4", "--devices.simulated=2"])
+    assert cli_run.simulated_where_few(asked, {}) is asked
+    monkeypatch.setattr(cli_run, "num_launched", lambda: 2)
+    assert cli_run.simulated_where_few(config, {}) is config
 
 
 @pytest.mark.slow

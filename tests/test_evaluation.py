@@ -12,6 +12,7 @@ from meshes import mesh_of
 from test_training_loss import Deep, LinenDeep, Net, losses
 
 import axonml_jax as ax
+from axonml_jax.cli.flags import in_flags
 from axonml_jax.ledger.count import collectives_in
 
 pytestmark = pytest.mark.usefixtures("compiled_for_users")
@@ -297,6 +298,7 @@ def test_a_check_says_by_name_what_it_cannot_compare_and_why():
     assert "norm/mean, norm/var: each of 2 microbatches has its own statistics" in str(found)
     assert "gradients: dropout draws random numbers, of which every shard has its own; model.eval()" in str(found)
     assert "x.mean(0)" not in str(found)
+    assert "--plan.draws rows" in in_flags(str(found)) and "ax.Plan" not in in_flags(str(found))
     moody.model.eval()
     assert moody.check(batch).equal, str(moody.check(batch))
     own = ax.Plan(data=ax.Replicate(sync_strategy="no_sync"))

@@ -159,14 +159,18 @@ REFUSED = {
     "a budget of Ray's": ("rayjob", [*COMMAND, "--max-memory=70GiB"], "--max-memory and --force are flags of"),
     "no image": ("jobset", ["--nnodes=2", "train", "configs/gpt_fsdp.yaml"], "--image IMAGE is missing"),
     "no machine": ("slurm", ["--nnodes=0", "train", "configs/gpt_fsdp.yaml"], "--nnodes 0"),
-    "another command": ("slurm", ["--nnodes=1", "eval", "x"], "'eval' is none that it writes"),
+    "another command": (
+        "slurm",
+        ["--nnodes=1", "eval", "x"],
+        "only `train CONFIG` can be written, not 'eval'; .*engines/slurm.md",
+    ),
     "no configuration": ("slurm", ["--nnodes=1", "train"], "give a configuration after train"),
     "a key": ("slurm", ["--nnodes=1", "train", "configs/gpt_fsdp.yaml", "--train.stepz=1"], "train.stepz"),
     "a batch": ("slurm", ["--nnodes=3", "train", "configs/gpt_fsdp.yaml"], "on 24 devices: .*24"),
     "degrees": (
         "slurm",
         ["--nnodes=1", "train", "configs/gpt_fsdp.yaml", "--mesh.data=3"],
-        "on 8 devices: .*must divide",
+        "on 8 devices: .*must divide.*or write for 6 \\(--nnodes times --gpus-per-node\\)",
     ),
     "heads": (
         "slurm",

@@ -4,6 +4,7 @@ import argparse
 import difflib
 import dis
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -48,6 +49,32 @@ def refusal(error: BaseException) -> str | None:
     if not isinstance(error, _KINDS) or not _raised_here(error):
         return None
     return str(getattr(error, "strerror", None) or error)
+
+
+_IN_PYTHON = (
+    (
+        r"\. Did you forget ax\.fake_devices\((\d+)\), before anything of JAX runs\?",
+        r", or \1 simulated: --devices.simulated \1",
+    ),
+    (r"pass devices=jax\.devices\(\)\[:(\d+)\]", r"{fewer}"),
+    (r"ax\.Plan\(draws='rows'\)", "--plan.draws rows"),
+)
+"""Remedies as Python says them, and as the command line does."""
+
+
+def in_flags(text: str, fewer: str = "--devices.simulated {}") -> str:
+    """A message with the command line's remedies in the place of Python's.
+
+    Args:
+      text: the message.
+      fewer: how it takes fewer devices; their number goes into the braces.
+
+    >>> in_flags("data=3 or pass devices=jax.devices()[:4]", "--devices {}")
+    'data=3 or --devices 4'
+    """
+    for python, flags in _IN_PYTHON:
+        text = re.sub(python, flags.replace("{fewer}", fewer.format(r"\1")), text)
+    return text
 
 
 def traceback_wanted() -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from axonml_jax.base import size_in_words
+from axonml_jax.cli.flags import in_flags
 from axonml_jax.cli.plan import predicted_on
 from axonml_jax.cli.run import batch_of_tokens
 from axonml_jax.cli.train import DIFFERS, DIVERGED, TERMINATED
@@ -282,7 +283,11 @@ def write_manifest(argv: Sequence[str]) -> int:
     """
     given = _parser().parse_args(argv)
     if given.command != "train":
-        raise ConfigError(f"launch --write {given.kind}: {given.command!r} is none that it writes; train CONFIG is")
+        page = {"rayjob": "ray", "jobset": "kubernetes", "trainjob": "kubernetes"}.get(given.kind, given.kind)
+        raise ConfigError(
+            f"launch --write {given.kind}: only `train CONFIG` can be written, not {given.command!r}; how a script of your "
+            f"own is started stands in docs/guides/engines/{page}.md"
+        )
     if not given.image and given.kind in _NEED_IMAGE:
         raise ConfigError(f"launch --write {given.kind}: --image IMAGE is missing, the container that every pod runs")
     kind = _GPUS[given.hardware]
@@ -354,7 +359,8 @@ def check_on(config: RunConfig, devices: int, kind: Hardware) -> str:
         if config.data.class_path is None:
             check_batch(plan.batch_layout(shape.degrees), batch_of_tokens(config), plan.microbatches)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"on {devices} devices: {error}") from error
+        said = in_flags(str(error), "write for {} (--nnodes times --gpus-per-node)")
+        raise ConfigError(f"on {devices} devices: {said}") from error
     on = f"{', '.join(f'{axis}={size}' for axis, size in shape.degrees.items())} on {devices} {kind.name}"
     if model is None or config.finetune.lora.rank is not None:
         return f"{on}; memory is not predicted for a model of one's own, nor for adapters: axonml-jax explain says what rests"

@@ -14,7 +14,7 @@ import jax
 import yaml
 
 from axonml_jax.base import PyTree, nearest
-from axonml_jax.cli.flags import MEASURE, require_writable
+from axonml_jax.cli.flags import MEASURE, in_flags, require_writable
 from axonml_jax.cli.run import RunSetup, check_sizes
 from axonml_jax.cli.tasks import batch_words, loss_of, shapes_of
 from axonml_jax.config.config import (
@@ -462,7 +462,10 @@ def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
         raise ValueError(
             f"{', '.join(given)}: --as-written prices the file's own mesh, plan and sizes: leave them out, or change the file"
         )
-    shape = MeshShape(**base.degrees).resolve(chosen.devices)
+    try:
+        shape = MeshShape(**base.degrees).resolve(chosen.devices)
+    except ValueError as error:
+        raise ValueError(in_flags(str(error), "--devices {}")) from error
     own, batch, length = replace(base.build_plan(), mesh=shape), base.train.global_batch_size, base.data.length
     model: Any = base.transformer_for("plan --as-written")
     kind = _hardware(chosen, model)

@@ -30,19 +30,20 @@ from axonml_jax.checkpoint.memory import MemoryCopies, restore_newest
 from axonml_jax.checkpoint.object_store import ObjectStore, lie_apart
 from axonml_jax.checkpoint.places import Copies, is_url
 from axonml_jax.checkpoint.retention import Retention, best_of
-from axonml_jax.cli.flags import refusal
+from axonml_jax.cli.flags import in_flags, refusal
 from axonml_jax.cli.tasks import OwnSplit, TextData, read_own
+from axonml_jax.compat.processes import only_cpu
 from axonml_jax.config import config as stretches
 from axonml_jax.config.config import MACHINES, NEWEST, ConfigError, RunConfig, as_dict, for_world, machines_of, yaml_in
 from axonml_jax.config.sections import OwnModel
 from axonml_jax.data.loader import DataLoader
 from axonml_jax.facade.trainer import Trainer
 from axonml_jax.launch.leftovers import MARK
-from axonml_jax.launch.workers import RESTART_COUNT
+from axonml_jax.launch.workers import RESTART_COUNT, visible_gpus
 from axonml_jax.ledger.count import collectives_in
 from axonml_jax.mesh.init import init, num_launched
 from axonml_jax.mesh.shape import make_mesh
-from axonml_jax.mesh.simulate import fake_devices
+from axonml_jax.mesh.simulate import fake_devices, requested_devices
 from axonml_jax.mesh.watch import FlightRecord, Watchdog
 from axonml_jax.mesh.world import MockBackend, World
 from axonml_jax.models.weights import check_pretrained
@@ -814,7 +815,9 @@ def lay_ground(config: RunConfig) -> RunSetup:
     try:
         mesh = make_mesh(devices=None, **config.degrees)
     except ValueError as error:
-        raise ValueError(f"mesh: {error}") from error
+        simulates = world.devices[0].platform == "cpu"
+        fewer = "--devices.simulated {}" if simulates else "let the run see {} of them (CUDA_VISIBLE_DEVICES)"
+        raise ValueError(f"mesh: {in_flags(str(error), fewer)}") from error
     own = None if config.data.class_path is None else read_own(config.data, config.train.global_batch_size)
     batch, plan = batch_of_tokens(config) if own is None else own.batch, config.build_plan()
     ground = RunSetup(world, mesh, plan, batch, own)
@@ -824,6 +827,17 @@ def lay_ground(config: RunConfig) -> RunSetup:
         plan = replace(config, context=replace(config.context, order="contiguous")).build_plan()
     check_sizes(config, ground, plan)
     return ground
+
+
+def simulated_where_few(config: RunConfig, environ: Mapping[str, str] = os.environ) -> RunConfig:
+    """A configuration with as many simulated devices as its mesh wants, where this machine has fewer, which is said."""
+    wanted = math.prod(degree for degree in config.degrees.values() if degree != -1)
+    gpus = len(visible_gpus(environ))
+    here = requested_devices() if only_cpu() else gpus
+    if config.devices.simulated is not None or not here or here >= wanted or num_launched() > 1:
+        return config
+    print0(f"this machine has {here} device{'s' * (here > 1)}: {wanted} are simulated, on which nothing runs\n")
+    return replace(config, devices=replace(config.devices, simulated=wanted))
 
 
 def on_machines(config: RunConfig, environ: Mapping[str, str] = os.environ) -> RunConfig:

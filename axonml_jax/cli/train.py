@@ -13,7 +13,7 @@ import jax
 from axonml_jax.base import print0
 from axonml_jax.checkpoint.format import Team
 from axonml_jax.cli import run as resume
-from axonml_jax.cli.flags import require_folder, require_writable
+from axonml_jax.cli.flags import in_flags, require_folder, require_writable
 from axonml_jax.cli.plan import (
     OVER_BUDGET,
     baseline,
@@ -58,6 +58,7 @@ from axonml_jax.cli.run import (
     lay_ground,
     on_machines,
     run_watchdog,
+    simulated_where_few,
     unchanged,
 )
 from axonml_jax.cli.run import compiled_in_words as in_words
@@ -101,7 +102,7 @@ DIFFERS = 5
 
 
 def explain(config: RunConfig, budget: Budget | None = None, estimate: Estimate | None = None) -> int:
-    """Print what a run would do, hold and send. Nothing is trained or allocated.
+    """Print what a run would do, hold and send. Nothing is trained or allocated; devices that a machine lacks are simulated.
 
     Args:
       config: the run's.
@@ -116,6 +117,7 @@ def explain(config: RunConfig, budget: Budget | None = None, estimate: Estimate 
     """
     budget, estimate = budget or Budget(), estimate or Estimate()
     files = {"--picture": estimate.picture, "--write-baseline": budget.write_baseline}
+    [config] = all_or_refuse(partial(simulated_where_few, config))
     ground, *_ = all_or_refuse(
         partial(lay_ground, config),
         partial(check_tokenizer, config),
@@ -204,7 +206,7 @@ def _is_as_on_one_device(trainer: Trainer, data: TextData) -> bool:
         batch = next(batches)
     data.train.load_state_dict(position)
     found = trainer.check(batch)
-    print0(f"check      {found}", "", sep="\n", flush=True)
+    print0(f"check      {in_flags(str(found))}", "", sep="\n", flush=True)
     return not found.differs
 
 
