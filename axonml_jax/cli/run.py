@@ -821,9 +821,8 @@ def lay_ground(config: RunConfig) -> RunSetup:
     own = None if config.data.class_path is None else read_own(config.data, config.train.global_batch_size)
     batch, plan = batch_of_tokens(config) if own is None else own.batch, config.build_plan()
     ground = RunSetup(world, mesh, plan, batch, own)
-    if isinstance(
-        config.model, OwnModel
-    ):  # it decides in which order ranks hold positions, and is made later: see `check_own`
+    # A model of one's own decides in which order ranks hold positions, and is made later: see `check_own`.
+    if isinstance(config.model, OwnModel) and config.mesh.context != 1:
         plan = replace(config, context=replace(config.context, order="contiguous")).build_plan()
     check_sizes(config, ground, plan)
     return ground
