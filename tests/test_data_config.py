@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,9 +16,9 @@ from axonml_jax.__main__ import main
 from axonml_jax.cli import tasks as document_task
 from axonml_jax.cli import tasks as text_task
 from axonml_jax.cli.files import _with_tokenizer
-from axonml_jax.cli.tasks import FilledUp, load_data, read_data, read_documents, read_text
+from axonml_jax.cli.tasks import FilledUp, load_data, read_data, read_documents, read_text, valid_batches
 from axonml_jax.config.config import read_config
-from axonml_jax.config.sections import DataConfig
+from axonml_jax.config.sections import DataConfig, LossConfig
 from axonml_jax.data.documents import DocumentEncoder, load_tokenizer
 from axonml_jax.training.evaluate import mean_of
 
@@ -60,7 +61,7 @@ def test_validation_is_the_mean_over_all_targets():
     from axonml_jax.data.documents import pack
 
     rows = FilledUp([pack(["ab" * n for n in range(1, 9)], 8)], 3)
-    assert len(rows) == 9 and len(rows._rows) == 8
+    assert len(rows) == 9 and rows._ends.tolist() == [8]
     counts = [(rows[i]["targets"] >= 0).sum() for i in range(9)]
     assert rows.targets(3) == np.reshape(counts, (3, 3)).sum(axis=1).tolist()
     assert (rows[len(rows) - 1]["targets"] == -1).all()
@@ -145,7 +146,21 @@ def test_one_text_and_a_tokenizer_are_windows_of_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(text_task, "_WINDOW_BYTES", 50)
     assert read_data(config.data).fingerprint == found.fingerprint
     data = load_data(config, found, ax.make_mesh(data=8))
-    assert (data.unit, data.bigram, data.sizes) == ("token", None, (2700, 300)) and data.valid_targets == [16 * 8] * 2
+    assert (data.unit, data.bigram, data.sizes) == ("token", None, (2700, 300)) and data.valid_targets == [
+        16 * 8,
+        16 * 8,
+        16 * 2,
+    ]
+    seen = list(valid_batches(data))
+    targets = np.concatenate([np.asarray(batch["targets"]).ravel() for batch in seen])
+    assert (
+        targets[targets >= 0].tolist() == found.valid[1 : 18 * 16 + 1].tolist()
+        and len({len(b["tokens"]) for b in seen}) == 1
+    )
+    own = load_data(replace(config, loss=LossConfig(class_path="own_parts.squares")), found, ax.make_mesh(data=8))
+    parts = list(valid_batches(own))
+    assert [len(batch["tokens"]) for batch in parts] == [8, 8, 1, 1] and own.valid_targets == data.valid_targets
+    assert np.concatenate([np.asarray(batch["targets"]).ravel() for batch in parts]).min() > 0
     batch = next(iter(data.train))
     assert batch["targets"][0, :-1].tolist() == batch["tokens"][0, 1:].tolist() and int(batch["tokens"].max()) == 3
     text.write_text("the cat sat\n")

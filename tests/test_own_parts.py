@@ -15,8 +15,9 @@ import axonml_jax as ax
 from axonml_jax.__main__ import main
 from axonml_jax.checkpoint.format import Manifest
 from axonml_jax.cli.plan import _placed, check_own
+from axonml_jax.cli.records import about
 from axonml_jax.cli.run import lay_ground
-from axonml_jax.cli.tasks import load_data, logits_loss, read_own
+from axonml_jax.cli.tasks import load_data, logits_loss, read_own, valid_batches
 from axonml_jax.config.config import ConfigError, as_dict, read_config
 
 NNX = {"class_path": "own_parts.Net", "init_args": {"width": 8}}
@@ -26,7 +27,7 @@ OBJECT = {"class_path": "own_parts.Squares", "init_args": {"scale": 2.0}}
 COLUMNS = {
     "class_path": "own_parts.columns",
     "init_args": {"n": 48},
-    "valid": {"class_path": "own_parts.columns", "init_args": {"n": 16, "seed": 1}},
+    "valid": {"class_path": "own_parts.columns", "init_args": {"n": 29, "seed": 1}},
 }
 STREAM = {"class_path": "own_parts.rows"}
 ALLOWED = ("--allow-imports", "own_parts")
@@ -55,7 +56,7 @@ def recorded(folder):
 
 
 def one_device(steps=4):
-    """The run's training and validation losses by hand."""
+    """The run's training and validation losses by hand; validation has 13 rows more than a batch."""
     loader = ax.create_dataloader(columns(48), 16, ax.make_mesh(devices=jax.devices()[:1], data=1), seed=0)
     graph, params = nnx.split(Net(8, rngs=nnx.Rngs(0)))
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.05))
@@ -67,7 +68,7 @@ def one_device(steps=4):
         params = optax.apply_updates(params, change)
         losses.append(float(value))
         if step % 2 == 0:
-            valid.append(float(loss(params, columns(16, 1))[0]))
+            valid.append(float(loss(params, columns(29, 1))[0]))
     return losses, valid
 
 
@@ -100,12 +101,34 @@ def test_a_run_of_ones_own_parts_is_one_devices(plan, write, tmp_path, expected,
         assert main(["eval", run, *ALLOWED, "--json", "--mesh.data", "8", "--mesh.fsdp", "1"]) == 0
         said = json.loads(capsys.readouterr().out)
         np.testing.assert_allclose(said["loss"], expected[1][-1], rtol=2e-5)
-        assert said["examples"] == 16 and "perplexity" not in said
+        assert (said["examples"], said["batches"]) == (29, 2) and "perplexity" not in said
         assert main(["train", path, *ALLOWED, "--resume", run, "--train.steps", "5"]) == 0
         assert (
             "resumed after step 4" in capsys.readouterr().out and recorded(tmp_path / "runs" / "run")[-1]["step"] == 5
         )
         refuses_what_it_cannot_serve(run, path, tmp_path, capsys)
+
+
+@pytest.mark.parametrize(("eval_batches", "used"), [(None, 29), (1, 16), (2, 29), (5, 29)])
+def test_what_fills_no_batch_is_validated_on_in_parts_that_are_no_larger(write, eval_batches, used):
+    train = {"steps": 2, "global_batch_size": 16, "eval_batches": eval_batches}
+    config = read_config("train", [write(train=train)], imports=["own_parts"])
+    ground = lay_ground(config)
+    data = load_data(config, ground.own, ground.mesh)
+    batches = list(valid_batches(data))
+    rows = np.concatenate([np.asarray(batch["x"]) for batch in batches])
+    np.testing.assert_array_equal(rows, columns(29, 1)["x"][:used])
+    # 8 of the 13 that are left divide over 8 ranks; of the others every rank takes all, two at a time as of a batch
+    assert [len(batch["x"]) for batch in batches[1:]] == ([8, 2, 2, 1] if used > 16 else [])
+    assert data.valid_used == used and ("of which 16 are used" in about(config, data)) == (used == 16)
+
+
+def test_of_models_of_every_ranks_own_only_what_divides_is_validated_on_which_is_told(write):
+    config = read_config("train", [write(plan={"sync_strategy": "no_sync"})], imports=["own_parts"])
+    ground = lay_ground(config)
+    data = load_data(config, ground.own, ground.mesh)
+    assert [len(batch["x"]) for batch in valid_batches(data)] == [16, 8]
+    assert "29 samples to validate on, of which 24" in about(config, data)
 
 
 def test_the_stages_that_are_told_are_those_that_run(write):

@@ -89,7 +89,8 @@ def test_eval_finds_the_loss_that_training_found(place, said, flags, step):
     expected = recorded(place, "quick", step)["valid_loss"]
     np.testing.assert_allclose(found["loss"], expected, rtol=1e-5)
     np.testing.assert_allclose(found["perplexity"], np.exp(expected), rtol=1e-5)
-    assert found["step"] == step and found["tokens"] == found["batches"] * 64 and found["tokens_per_second"] > 0
+    assert found["step"] == step and found["tokens_per_second"] > 0
+    assert (found["batches"], found["tokens"]) == (23, 22 * 64 + 24)  # the last batch is three windows of 8
 
 
 def test_eval_takes_other_text_and_parts(said):

@@ -760,7 +760,8 @@ def about(config: RunConfig, data: TextData) -> str:
     if data.unit == "sample":
         trained, valid = (f"{size:,} samples" if size else "unknown" for size in data.sizes)
         seen = "nothing" if data.valid is None else valid
-        return f"{'data':<10} {config.data.class_path}: {trained} to train on, {seen} to validate on"
+        used = f", of which {data.valid_used:,} are used" if data.valid_used not in (None, data.sizes[1]) else ""
+        return f"{'data':<10} {config.data.class_path}: {trained} to train on, {seen} to validate on{used}"
     assert data.valid_targets is not None
     source = config.data.path or ", ".join(config.data.mixture or ()) or "the standard library of this Python"
     trained, valid = data.sizes

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -348,21 +348,26 @@ def eval_run(given: argparse.Namespace, flags: Sequence[str]) -> int:
             "there is nothing to validate on, as data of no known length is not divided: give --split train"
         )
     count = _batches(loader, given, config.train.eval_batches)
+    whole = given.split == "valid" and bool(data.rest) and (given.batches is None or given.batches > count)
+    rest = [make() for _, make in data.rest] if whole else []
     trainer = model.trainer(optax.sgd(0.0), loss_of(config))  # keeps no state
     with closing(iter(loader)) as batches:  # pyright: ignore[reportArgumentType]
-        first = next(batches)
-        trainer.evaluate(first)  # compiles
+        for batch in (next(batches), *rest):
+            trainer.evaluate(batch)  # compiles
         from_start(loader)
     own, targets, started = ground.own is not None, [], time.perf_counter()
-    metrics = trainer.validate(_counted(islice(loader, count), targets, own), targets)
+    weights = targets if config.data.documents else None
+    metrics = trainer.validate(_counted(chain(islice(loader, count), rest), targets, own), weights)
     jax.block_until_ready(model.variables)
     seconds = time.perf_counter() - started
     units, total = "examples" if own else "tokens", int(sum(targets))
-    more = {"step": run.step, "split": given.split, "batches": len(targets), units: total}
+    more = {"step": run.step, "split": given.split, "batches": len(targets) - len(rest) + bool(rest), units: total}
     if not own and config.loss.class_path is None:
         more["perplexity"] = math.exp(min(metrics["loss"], 700.0))
     more[f"{units}_per_second"] = total / seconds
-    _print(given, metrics, more, f"{run.folder}, step {run.step}, on {ground.device_words}", units)
+    size = data.sizes[given.split == "valid"]
+    of = f" of {size:,}" if own and size is not None and total < size else ""
+    _print(given, metrics, more, f"{run.folder}, step {run.step}, on {ground.device_words}", units, of)
     return 0
 
 
@@ -392,12 +397,14 @@ def _counted(batches: Iterator[Any], targets: list[float], own: bool) -> Iterato
         yield batch
 
 
-def _print(given: argparse.Namespace, metrics: dict[str, float], more: dict, where: str, units: str) -> None:
+def _print(
+    given: argparse.Namespace, metrics: dict[str, float], more: dict, where: str, units: str, of: str = ""
+) -> None:
     if given.json:
         print0(json.dumps(more | metrics))
         return
     print0(where)
-    print0(f"{given.split:<12} {more['batches']:,} batches, {more[units]:,} {units}")
+    print0(f"{given.split:<12} {more['batches']:,} batches, {more[units]:,}{of} {units}")
     print0(f"{'loss':<12} {metrics['loss']:.4f}{' nats per token' * ('perplexity' in more)}")
     if "perplexity" in more:
         print0(f"{'perplexity':<12} {more['perplexity']:,.4f}")

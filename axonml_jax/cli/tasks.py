@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ from axonml_jax.model.lora import LoraModel
 from axonml_jax.model.loss import WeightedMean
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer, cross_entropy, router_metrics
+from axonml_jax.parallel.placement import Placement
+from axonml_jax.parallel.plan import Plan
 from axonml_jax.training.callbacks import Callback, checked
 
 # --------------------------------------------------------------------------------------------------
@@ -107,24 +109,26 @@ class FilledUp:
     """Datasets of rows one after the other, and then empty rows up to a whole batch: a validation leaves no row out.
 
     Args:
-      parts: the rows.
+      parts: the rows, of documents or of windows.
       batch_size: rows of a batch.
     """
 
-    def __init__(self, parts: Sequence[PackedDocuments], batch_size: int):
+    def __init__(self, parts: Sequence[PackedDocuments | ByteWindows], batch_size: int):
         self.fingerprint = ", ".join(part.fingerprint for part in parts)
-        self._rows = [(part, i) for part in parts for i in range(len(part))]
-        self._length, self._batch_size = parts[0].length, batch_size
+        self._parts, self._ends = parts, np.cumsum([len(part) for part in parts])
+        self._batch_size = batch_size
 
     def __len__(self) -> int:
-        return -(-len(self._rows) // self._batch_size) * self._batch_size
+        return -(-int(self._ends[-1]) // self._batch_size) * self._batch_size
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """Row `index`."""
-        if index >= len(self._rows):
-            return row_of([], self._length)
-        part, own = self._rows[index]
-        return part[own]
+        if index >= self._ends[-1]:
+            first = self._parts[0]
+            empty = row_of([], first.length)
+            return {name: empty[name] for name in first[0]}
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        return self._parts[part][index - (int(self._ends[part - 1]) if part else 0)]
 
     def targets(self, num_batches: int) -> list[int]:
         """How many predictions count in each of the first batches."""
@@ -524,11 +528,13 @@ class TextData:
     Attributes:
       train: endless loader.
       valid: loader of one pass over the validation part, in order; None: there is no such part.
-      valid_batches: how many of its batches a validation takes; None: all, and nobody knows how many these are.
+      valid_batches: how many of its batches a validation takes, `rest` counted as one; None: all, and nobody knows how many.
       valid_targets: how many bytes or tokens that predicts, by batch; None: batches count alike.
       bigram: nats per byte on exactly those bytes, fitted on the training part; None: of tokens it is not known.
       sizes: bytes, tokens or samples of the training and the validation part, where they are known.
       unit: which of them: "byte", "token" or "sample".
+      rest: makes what fills no batch behind the last of `valid`, in parts (see `rest_of`).
+      valid_used: how many samples a validation takes, where their number is known.
     """
 
     train: DataLoader
@@ -538,6 +544,8 @@ class TextData:
     bigram: float | None
     sizes: tuple[int | None, int | None]
     unit: str = "byte"
+    rest: "Rest" = ()
+    valid_used: int | None = None
 
     @property
     def loss_unit(self) -> str:
@@ -567,12 +575,17 @@ def load_data(config: RunConfig, text: TextSplit | DocumentSplit | OwnSplit, mes
             "or another valid_fraction"
         )
     train = create_dataloader(windows["train"], size, mesh, seed=config.train.seed, num_workers=workers)
-    valid = create_dataloader(windows["valid"], size, mesh, shuffle=False, num_epochs=1)
-    taken = min(config.train.eval_batches or len(valid), len(valid))
-    predicted = taken * size * config.data.length
-    bigram = bigram_nats(text.train, text.valid[: predicted + 1]) if kind is ByteWindows else None
-    targets = [size * config.data.length] * taken
-    return TextData(train, valid, taken, targets, bigram, (len(text.train), len(text.valid)), kind.unit)
+    # Targets that count for nothing are nobody else's word, and experts would see the tokens of empty rows.
+    fills = config.loss.class_path is None and getattr(config.model, "experts", None) is None
+    rows = FilledUp([windows["valid"]], size) if fills else windows["valid"]
+    valid = create_dataloader(rows, size, mesh, shuffle=False, num_epochs=1)
+    rest = () if fills else rest_of(rows, size, config.build_plan(), mesh)
+    taken, used = _taken(len(valid), rest, size, config.train.eval_batches)
+    used = min(used, len(windows["valid"]))
+    bigram = bigram_nats(text.train, text.valid[: used * config.data.length + 1]) if kind is ByteWindows else None
+    targets = [min(size, used - start) * config.data.length for start in range(0, used, size)]
+    sizes = (len(text.train), len(text.valid))
+    return TextData(train, valid, taken, targets, bigram, sizes, kind.unit, rest, used)
 
 
 def _load_documents(config: RunConfig, split: DocumentSplit, mesh: Mesh) -> TextData:
@@ -609,8 +622,38 @@ def _load_own(config: RunConfig, split: OwnSplit, mesh: Mesh) -> TextData:
             f"data.class_path={config.data.class_path}, train.global_batch_size={size}: {error}"
         ) from error
     sizes = length_of(split.train), length_of(split.valid)
-    known = None if sizes[1] is None else min(train.eval_batches or sizes[1] // size, sizes[1] // size)
-    return TextData(loader, valid, known or train.eval_batches, None, None, sizes, "sample")
+    if valid is None or sizes[1] is None:
+        return TextData(loader, valid, train.eval_batches, None, None, sizes, "sample")
+    rest = rest_of(split.valid, size, config.build_plan(), mesh, options.get("collate", stack_samples))
+    taken, used = _taken(len(valid), rest, size, train.eval_batches)
+    return TextData(loader, valid, taken, None, None, sizes, "sample", rest, used)
+
+
+Rest = tuple[tuple[int, Callable[[], PyTree]], ...]
+"""Parts of a dataset: how many samples, and what makes them."""
+
+
+def rest_of(
+    dataset: Any, size: int, plan: Plan, mesh: Mesh, collate: Callable[[Sequence], PyTree] = stack_samples
+) -> Rest:
+    """What fills no batch at a dataset's end, in parts of which none takes more memory than a batch, whole in every process.
+
+    Where ranks have models or buffers of their own, that is only what divides over them.
+    """
+    placement, count = Placement(plan, dict(mesh.shape), {}, {}), len(dataset)
+    ranks, first = placement.batch_layout.row_degree, count // size * size
+    ends = [first, first + (count - first) // ranks * ranks]
+    if not placement.axes.independent and placement.axes.buffers is None:
+        each = max(1, size // ranks // plan.microbatches)  # every rank takes all of these
+        ends += [*range(ends[-1] + each, count, each), count]
+    made = lambda start, end: collate([dataset[i] for i in range(start, end)])
+    return tuple((end - start, partial(made, start, end)) for start, end in pairwise(ends) if start < end)
+
+
+def _taken(batches: int, rest: Rest, size: int, most: int | None) -> tuple[int, int]:
+    """How many batches a validation takes of so many and the rest, which counts as one, and how many samples they are."""
+    taken = min(most or batches + 1, batches + bool(rest))
+    return taken, min(taken, batches) * size + (sum(number for number, _ in rest) if taken > batches else 0)
 
 
 @dataclass(frozen=True)
@@ -648,6 +691,8 @@ def valid_batches(data: TextData) -> Generator[PyTree, None, None]:
     from_start(data.valid)
     with closing(iter(data.valid)) as batches:  # pyright: ignore[reportArgumentType]
         yield from islice(batches, data.valid_batches)
+    if data.rest and data.valid_batches is not None and data.valid_batches > len(data.valid):
+        yield from (make() for _, make in data.rest)
 
 
 def check_validation(config: RunConfig, data: TextData) -> None:

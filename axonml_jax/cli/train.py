@@ -316,7 +316,9 @@ def _run(
 
         def validate() -> dict[str, float]:
             bigram = {} if data.bigram is None else {"bigram": data.bigram}
-            return trainer.validate(_watched(valid_batches(data), dog), data.valid_targets) | bigram
+            # Rows of windows are alike; of documents they are not, and a mean over them would count empty ones.
+            weights = data.valid_targets if config.data.documents else None
+            return trainer.validate(_watched(valid_batches(data), dog), weights) | bigram
 
         for record in fit(
             trainer,
