@@ -132,7 +132,7 @@ class SavedModel(abc.ABC):
         self._given: dict[str, str] = {}
         self._hollow: Variables | None = None
         self._handed: list[Handed] = []
-        self._outside: weakref.WeakValueDictionary[int, nnx.Module] = weakref.WeakValueDictionary()
+        self._held_outside: weakref.WeakValueDictionary[int, nnx.Module] = weakref.WeakValueDictionary()
 
     @property
     def stacked_dims(self) -> Mapping[str, int]:
@@ -168,7 +168,7 @@ class SavedModel(abc.ABC):
         arrays = {id(value) for value in constants}
         if not arrays:
             return set()
-        every = [_param_leaves(module) for module in self._outside.values()]
+        every = [_param_leaves(module) for module in self._held_outside.values()]
         return {name for leaves in every for name, leaf in leaves.items() if id(leaf) in arrays}
 
     @abc.abstractmethod
@@ -566,7 +566,7 @@ class Trainer(Generic[M]):
         """See `_tell_unread`, of the first step; this waits for that step, and is asked of no other."""
         zero, shapes = not any(np.any(shard.data) for shard in norm.addressable_shards), _shapes(batch)
         with folding:  # the step's own trace, which JAX has kept
-            traced = self.train_step.trace(self.state, shapes) if self.model._outside else None
+            traced = self.train_step.trace(self.state, shapes) if self.model._held_outside else None
         _tell_unread(self, traced, shapes, zero=zero)
 
     @no_mesh_around()
@@ -960,7 +960,7 @@ class ParallelModel(SavedModel):
         """The module; if it is changed before the model is used again, that is said (see `Handed`)."""
         if isinstance(module, nnx.Module):
             self._handed.append(Handed(module, what))
-            self._outside[id(module)] = module
+            self._held_outside[id(module)] = module
         return module
 
     @no_mesh_around()
