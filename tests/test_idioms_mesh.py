@@ -114,3 +114,36 @@ def test_the_step_of_a_model_that_places_sends_what_that_of_a_plain_one_does():
             return str(ax.explain(trainer, BATCH))
 
     assert traffic(constrained) == traffic(lambda x: x)
+
+
+class OfOneAxis(nnx.Module):
+    """Placement over the user's axis `fsdp`, which the plan's mesh has too."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(8, 16, kernel_metadata={"out_sharding": PartitionSpec(None, "fsdp")}, rngs=rngs)
+        self.down = nnx.Linear(16, 1, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        x = x + jnp.zeros(x.shape, out_sharding=PartitionSpec("fsdp"))
+        up = jax.nn.relu(jax.sharding.reshard(self.up(x, out_sharding=PartitionSpec("fsdp")), PartitionSpec("fsdp")))
+        return self.down(up, out_sharding=PartitionSpec("fsdp"))
+
+
+@pytest.mark.parametrize("plan", [ax.FSDP, ax.DDP, ax.parallelize], ids=["FSDP", "DDP", "parallelize"])
+def test_an_explicit_axis_that_the_plans_mesh_names_too(plan):
+    def losses(mesh, wrap):
+        with jax.set_mesh(mesh):
+            trainer = wrap(OfOneAxis(nnx.Rngs(0))).trainer(optax.adamw(5e-2), loss)
+            return np.float32([trainer.step(BATCH)["loss"] for _ in range(3)])
+
+    mesh = explicit((8,), ("fsdp",))
+    wrap = (lambda model: plan(model, mesh)) if plan is ax.parallelize else plan
+    with jax.set_mesh(explicit((1,), ("fsdp",))):
+        model = OfOneAxis(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adamw(5e-2), wrt=nnx.Param)
+        wanted = []
+        for _ in range(3):
+            value, grads = nnx.value_and_grad(loss)(model, BATCH)
+            optimizer.update(model, grads)
+            wanted.append(float(value))
+    assert_trees_close(losses(mesh, wrap), np.float32(wanted), "losses")

@@ -91,6 +91,10 @@ def reading_placed(
             first = first or error
     assert first is not None
     _explain(first, meshes)
+    if any(isinstance(leaf, jax.Array) and leaf.shape[:1] == (1,) for leaf in jax.tree.leaves(args)):
+        first.add_note(
+            "A rank has one row here, of which JAX may forget over which Explicit axes it lies: give each two rows or more"
+        )
     raise first
 
 
@@ -142,10 +146,13 @@ def one_device(meshes: Iterable[AbstractMesh]) -> AbstractMesh:
     >>> one_device([AbstractMesh((2, 4), ("rows", "model")), AbstractMesh((8,), ("fsdp",))]).axis_names
     ('rows', 'model', 'fsdp', 'zero', 'dp_shard')
     """
-    kinds = {name: kind for mesh in meshes for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)}
-    kinds |= {name: AxisType.Auto for name, axis in AXIS_SYNONYMS.items() if axis in kinds and name not in kinds}
-    kind = AxisType.Explicit if AxisType.Explicit in kinds.values() else AxisType.Auto
-    return AbstractMesh((1,) * len(kinds), tuple(kinds), axis_types=(kind,) * len(kinds))
+    meshes = list(meshes)
+    names = dict.fromkeys(name for mesh in meshes for name in mesh.axis_names)
+    names |= dict.fromkeys(name for name, axis in AXIS_SYNONYMS.items() if axis in names)
+    # A name may be Explicit in the user's mesh and Manual in ours.
+    explicit = any(AxisType.Explicit in mesh.axis_types for mesh in meshes)
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    return AbstractMesh((1,) * len(names), tuple(names), axis_types=(kind,) * len(names))
 
 
 def _attempts(

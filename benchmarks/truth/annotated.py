@@ -2,11 +2,12 @@
 
     python benchmarks/truth/annotated.py [--models PATTERN]     # exit status 1 where losses differ
 
-Needs `google-tunix`. Each row is three AdamW steps of a small configuration on 8 simulated devices; `--read` prints what was
-read of the annotations.
+Needs `google-tunix`, and for Bonsai's Qwen 3 a clone of it on the path. Each row is three AdamW steps of a small configuration
+on 8 simulated devices; `--read` prints what was read of the annotations.
 """
 
 import argparse
+import importlib.util
 import re
 import sys
 import warnings
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from foreign import bonsai
 from foreign.tunix import FAMILIES
 from jax.sharding import AxisType, Mesh
 
@@ -88,6 +90,45 @@ def plainly(made):
     return losses
 
 
+def of_bonsai():
+    """The losses of Qwen 3 as Bonsai has it by line, under its Explicit mesh, and those of a plain loop without a mesh."""
+    given, kind = bonsai.batches(STEPS), AxisType.Explicit
+    trained = lambda model, loss_fn: _steps(model.trainer(optax.adamw(1e-2), loss_fn), given)
+    both, one = mesh(kind, fsdp=4, tp=2), mesh(kind, fsdp=8)
+
+    def under(own, wrap, **axes):
+        def losses():
+            with jax.set_mesh(own):
+                model, loss_fn = bonsai.made(**axes)
+                return trained(wrap(model), loss_fn)
+
+        return losses
+
+    hybrid = lambda model: ax.FSDP(model, ax.make_mesh(data=2, fsdp=4), sharding_strategy="hybrid_shard")
+    rows = {
+        "ax.DDP(model)": under(both, ax.DDP, fsdp=True, tp=True),
+        "ax.FSDP(model)": under(both, ax.FSDP, fsdp=True, tp=True),
+        'ax.FSDP(model, mesh, sharding_strategy="hybrid_shard")': under(both, hybrid, fsdp=True, tp=True),
+        "ax.parallelize(model, mesh) on fsdp, tp": under(both, lambda m: ax.parallelize(m, both), fsdp=True, tp=True),
+        "ax.FSDP(model), annotated over fsdp alone": under(one, ax.FSDP, fsdp=True),
+        "ax.parallelize(model, mesh) on fsdp alone": under(one, lambda m: ax.parallelize(m, one), fsdp=True),
+    }
+    model, loss_fn = bonsai.made()
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        value, grads = nnx.value_and_grad(loss_fn)(model, batch)
+        optimizer.update(model, grads)
+        return value
+
+    return rows, [float(step(model, optimizer, batch)) for batch in given]
+
+
+def _steps(trainer, given):
+    return [float(trainer.step(batch)["loss"]) for batch in given]
+
+
 def row(name, line, losses, wanted):
     """A line of the table, and whether the losses are equal."""
     try:
@@ -118,6 +159,12 @@ def main():
             print(text, flush=True)
         if args.read:
             print(ax.Plan.from_annotations(made.model, mesh(fsdp=4, tp=2)).annotations)
+    if re.search(args.models, "Qwen 3 (Bonsai)") and importlib.util.find_spec("bonsai") is not None:
+        rows, wanted = of_bonsai()
+        for line, losses in rows.items():
+            text, equal = row("Qwen 3 (Bonsai)", line, losses, wanted)
+            good &= equal
+            print(text, flush=True)
     return 0 if good else 1
 
 

@@ -73,6 +73,20 @@ def gemma(dtype: Any) -> Made:
     return replace(made(file.Gemma(config, rngs=nnx.Rngs(0)), rules), double=True)
 
 
+def gemma3(dtype: Any) -> Made:
+    """Gemma 3: norms of queries and keys, five local layers to a global one."""
+    file = model_file("gemma3")
+    config = file.ModelConfig(**SIZES, num_embed=VOCABULARY, sliding_window_size=4, param_dtype=jnp.float32)
+    rules = {
+        ".*/(q_einsum|attn_vec_einsum)/w": P("tensor"),
+        ".*/(kv_einsum|qkv_einsum)/w": P(None, "tensor"),
+        ".*/(gate_proj|up_proj)/kernel": P(None, "tensor"),
+        ".*/down_proj/kernel": P("tensor"),
+        ".*": P(),
+    }
+    return made(file.Gemma3(config, rngs=nnx.Rngs(0)), rules)
+
+
 def qwen(dtype: Any) -> Made:
     """Qwen 3: norms of queries and keys, tied embedding."""
     file = model_file("qwen3")
@@ -98,6 +112,7 @@ def qwen_experts(dtype: Any) -> Made:
 FAMILIES = (
     Family("Llama 3 (Tunix)", "decoder", "google-tunix", llama),
     Family("Gemma 2 (Tunix)", "decoder", "google-tunix", gemma),
+    Family("Gemma 3 (Tunix)", "decoder", "google-tunix", gemma3),
     Family("Qwen 3 (Tunix)", "decoder", "google-tunix", qwen),
     Family("Qwen 3 of experts (Tunix)", "mixture of experts", "google-tunix", qwen_experts),
 )
