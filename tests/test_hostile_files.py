@@ -45,6 +45,10 @@ YAML = {
     "an anchor that holds itself": ("a: &a [*a]", "line 1: an anchor that holds itself"),
     "a nest": ("[" * 60 + "]" * 60, "nested deeper than 50 levels"),
     "a nest that no parser can follow": ("[" * 100_000, "nested deeper"),
+    "a section that stands twice": (
+        "data:\n  length: 8\ndata:\n  path: x",
+        "the key 'data' stands twice: join both under one `data:`",
+    ),
     "a key that stands twice": ("train:\n  steps: 1\n  steps: 2", "line 3: the key 'steps' stands twice"),
     "a long number": ("a: " + "9" * 500, "a number of 500 digits"),
     "a date that is none": ("a: 2026-99-99", "month must be in 1..12"),

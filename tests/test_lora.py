@@ -394,3 +394,14 @@ def test_a_matrix_is_read_with_its_adapters_however_it_is_read(base):
     x = np.random.default_rng(2).normal(size=(4, 4))
     squares = lambda model, x: jnp.mean(jnp.square(model(x) - 1))
     assert_equals_single_device(given, squares, x, ax.Plan(), mesh=mesh_of(data=2), steps=2)
+
+
+def test_matrices_that_are_named_for_no_match_are_those_that_can_be_adapted():
+    class Convolved(nnx.Module):
+        def __init__(self, rngs):
+            self.conv, self.head = nnx.Conv(3, 8, (3, 3), rngs=rngs), nnx.Linear(8, 2, rngs=rngs)
+
+    with pytest.raises(ValueError, match=r"matrices here are conv/kernel, head/kernel$"):
+        ax.DDP(ax.lora(Convolved(nnx.Rngs(0)), rank=2, targets="nowhere"))
+    adapted = ax.DDP(ax.lora(Convolved(nnx.Rngs(0)), rank=2, targets=r"conv/kernel|head/kernel"))
+    assert {"conv/kernel_lora_a", "head/kernel_lora_a"} <= adapted.state_dict().keys()

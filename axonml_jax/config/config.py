@@ -776,10 +776,12 @@ def _size(node: yaml.Node, sizes: dict[int, int], above: tuple[int, ...]) -> int
 def _refuse_twins(mapping: yaml.MappingNode) -> None:
     """YAML forbids a key that stands twice; PyYAML takes the last."""
     seen = set()
-    for key, _ in mapping.value:
+    for key, value in mapping.value:
         if isinstance(key, yaml.ScalarNode):
             if (key.tag, key.value) in seen:
-                raise NotYaml(f"line {key.start_mark.line + 1}: the key {key.value!r:.60} stands twice")
+                said = f"line {key.start_mark.line + 1}: the key {key.value!r:.60} stands twice"
+                sections = isinstance(value, yaml.MappingNode)
+                raise NotYaml(said + f": join both under one `{key.value:.60}:`" * sections)
             seen.add((key.tag, key.value))
 
 

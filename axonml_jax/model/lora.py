@@ -176,7 +176,9 @@ class Lora:
             elif isinstance(sides, Sides):
                 found[name] = sides
         if problems:
-            some = [n for n, leaf in shapes.items() if n in layers or len(leaf.shape) == 2 + stacks.get(n, 0)]
+            every = {n: _sides(n, shapes, stacks.get(n, 0), layers.get(n), False) for n in shapes}
+            fits = lambda n, sides: len(shapes[n].shape) == sides.stacked + len(sides.roles)
+            some = [n for n, sides in every.items() if isinstance(sides, Sides) and fits(n, sides)]
             raise ValueError(
                 f"lora: rank={self.rank}, targets={list(self.targets)} do not fit the model:\n"
                 + "\n".join(problems)

@@ -259,6 +259,9 @@ def _moved(sharding: NamedSharding, order: RankOrder | None) -> Callable[[jax.Ar
 # --------------------------------------------------------------------------------------------------
 
 
+_SHOWN = 5
+
+
 def check_batch(layout: BatchLayout, batch: PyTree, microbatches: int = 1) -> None:
     """Refuse a batch whose leaves do not split evenly into shards and microbatches.
 
@@ -270,7 +273,9 @@ def check_batch(layout: BatchLayout, batch: PyTree, microbatches: int = 1) -> No
     degree, parts = layout.row_degree, layout.row_degree * microbatches
     leaves = _leaves(batch)
     if texts := {name or "batch": kind for name, leaf in leaves.items() if (kind := _not_numeric(leaf))}:
-        raise TypeError(f"the batch's leaves must be arrays of numbers, but some are not: {texts}; take them out")
+        some = dict(list(texts.items())[:_SHOWN])
+        more = f" and {len(texts) - _SHOWN} more" * (len(texts) > _SHOWN)
+        raise TypeError(f"the batch's leaves must be arrays of numbers, but some are not: {some}{more}; take them out")
     split = {name: np.shape(leaf) for name, leaf in leaves.items() if np.ndim(leaf)}
     if not split:
         raise ValueError(
