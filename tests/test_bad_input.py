@@ -180,7 +180,7 @@ BATCHES = {
     "scalars only": ({"scale": np.float64(1.0)}, ["no array with a batch dim", "scale']"]),
     "nothing": (None, ["no array with a batch dim"]),
     "texts": ({**BATCH, "name": np.array(["a"] * 8)}, ["name': '<U1'}", "take them out"]),
-    "many texts": ([str(i) for i in range(64)], ["'<U1'} and 59 more; take them out"]),
+    "many texts": ({f"n{i}": np.array(["a"] * 8) for i in range(64)}, ["'<U1'} and 59 more; take them out"]),
     "objects": ({**BATCH, "name": np.array([None] * 8)}, ["name': 'object'}", "arrays of numbers"]),
 }
 USES = {
