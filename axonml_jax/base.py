@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import enum
 import functools
+import inspect
 import logging
 import math
 import numbers
@@ -15,7 +16,7 @@ import typing
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -533,6 +534,25 @@ def nearest(given: str, known: Iterable[str], *tables: dict[str, str], cutoff: f
         if table.get(plain) in known:
             return table[plain]
     return next(iter(difflib.get_close_matches(given, known, n=1, cutoff=cutoff)), None)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def naming_options(fun: Callable[P, R]) -> Callable[P, R]:
+    """A function whose unknown keyword arguments are refused with the nearest known one, as keys of configurations are."""
+    known = list(inspect.signature(fun).parameters)
+
+    @functools.wraps(fun)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if unknown := [name for name in kwargs if name not in known]:
+            near = nearest(unknown[0], known)
+            hint = f", did you mean {near!r}?" if near else f": {', '.join(known[1:])} are known"
+            raise TypeError(f"{fun.__name__}() got an unexpected keyword argument {unknown[0]!r}{hint}")
+        return fun(*args, **kwargs)
+
+    return called
 
 
 def _plain(name: str) -> str:

@@ -175,6 +175,14 @@ def test_a_loss_that_nothing_trained_reaches_is_an_error_at_the_first_step(plan,
     assert trainer.state.step == 0  # before the first update
 
 
+def test_an_unknown_option_of_a_trainer_is_refused_with_the_nearest_one(mesh):
+    model = ax.DDP(Two(), mesh)
+    with pytest.raises(TypeError, match=r"argument 'max_norm', did you mean 'max_grad_norm'\?"):
+        model.trainer(optax.sgd(0.1), mean_loss, max_norm=1.0)
+    with pytest.raises(TypeError, match=r"argument 'zzz': tx, loss_fn, accumulate, .* are known"):
+        model.trainer(optax.sgd(0.1), mean_loss, zzz=1.0)
+
+
 @pytest.mark.parametrize("loss", UNREAD)
 def test_a_check_refuses_what_the_step_refuses(loss):
     trainer = ax.DDP(Blocks(), mesh_of({"data": 2})).trainer(optax.sgd(0.1), UNREAD[loss])

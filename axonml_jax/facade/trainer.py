@@ -18,7 +18,7 @@ import optax
 from flax import linen, nnx
 from jax.sharding import Mesh
 
-from axonml_jax.base import LossFn, PyTree, logger, named_leaves
+from axonml_jax.base import LossFn, PyTree, logger, named_leaves, naming_options
 from axonml_jax.compat.jaxpr import opened
 from axonml_jax.compat.order import (
     handed_back,
@@ -1191,6 +1191,7 @@ class ParallelModel(SavedModel):
         """Parameters or gradients as users see them: without padding."""
         return self._rest.outside(params, self.mesh)
 
+    @naming_options
     def trainer(
         self,
         tx: optax.GradientTransformation,
