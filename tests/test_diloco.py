@@ -98,7 +98,7 @@ def test_what_travels_in_few_bits_is_rounded_as_stated(wire, check_vma):
     shapes = [(40, 30), (7,)]  # the second one, a bias, travels as float32 beside int8
     outer = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
     own = [np.stack([x + 0.01 * rng.normal(size=x.shape).astype(np.float32) for _ in range(2)]) for x in outer]
-    layouts, spec = [Layout.whole(x) for x in outer], PartitionSpec
+    layouts, spec = [Layout.replicated(x) for x in outer], PartitionSpec
     kept = [0.02 * x for x in outer]
 
     def end(outer, own, kept):

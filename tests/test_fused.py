@@ -276,7 +276,7 @@ def test_the_norm_of_vectors_that_are_joined_is_that_of_each(p):
     (None, 8, "--xla_gpu_enable_triton_gemm=true", False),
 ])  # fmt: skip
 def test_small_models_and_8_bits_build_without_triton_products(precision, units, flags, left_out, monkeypatch):
-    shapes = {"kernel": Layout.whole(jax.ShapeDtypeStruct((units, units), F32))}
+    shapes = {"kernel": Layout.replicated(jax.ShapeDtypeStruct((units, units), F32))}
     placement = SimpleNamespace(params=shapes, plan=ax.Plan(precision=precision), at_use=None)
     monkeypatch.setattr(compiling, "platform_around", lambda mesh: "gpu")
     monkeypatch.setenv("XLA_FLAGS", flags)

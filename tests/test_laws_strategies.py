@@ -64,7 +64,7 @@ RANKS = {name: 4 if "hops" in name else 3 for name in CASES}
 def layouts_of(case, ranks):
     """Of every leaf: its layout before the strategy, its layout under it, and the spec of what all ranks read."""
     for shape, dim in LEAVES:
-        before = Layout.whole(jax.ShapeDtypeStruct(shape, np.float64))
+        before = Layout.replicated(jax.ShapeDtypeStruct(shape, np.float64))
         before = before if dim is None else before.on("tensor", dim, 2)
         if case.split:
             before = before.on(case.axis, 0, ranks)

@@ -94,7 +94,7 @@ def test_a_rank_runs_what_its_leaves_need_and_nothing_else():
     fun = lambda a, b, count: (a * (count + 1), jnp.sin(b), count + 1)
     leaves = [jax.ShapeDtypeStruct((2,), jnp.float64)] * 2
     args, owners = [*leaves, jax.ShapeDtypeStruct((), jnp.int32)], ((0, 1, None), (0, 1, None))
-    layouts = [Layout.whole(leaf) for leaf in leaves]
+    layouts = [Layout.replicated(leaf) for leaf in leaves]
     traced = lambda update: read_program(trace(update, *args).jaxpr, no_calls)
     program = read_update(traced(fun), owners, layouts, ("pipe",))
 

@@ -62,25 +62,29 @@ def test_state_dicts_and_checkpoints_give_xla_nothing_to_warn_of(capfd, tmp_path
 
 
 LEAVES = {  # (shape, how it rests, on which rank) -> how it is split in the end
-    "a dim divides": (Layout.whole(jax.ShapeDtypeStruct((4, 3), "float32")), 0, PartitionSpec(("pipe", "tensor"))),
+    "a dim divides": (Layout.replicated(jax.ShapeDtypeStruct((4, 3), "float32")), 0, PartitionSpec(("pipe", "tensor"))),
     "split already": (
-        Layout.whole(jax.ShapeDtypeStruct((8, 4), "float32")).on("tensor", 1, 2),
+        Layout.replicated(jax.ShapeDtypeStruct((8, 4), "float32")).on("tensor", 1, 2),
         1,
         PartitionSpec("pipe", "tensor"),
     ),
     "padded, another dim divides": (
-        Layout.whole(jax.ShapeDtypeStruct((5, 4), "float32")).on("tensor", 0, 2),
+        Layout.replicated(jax.ShapeDtypeStruct((5, 4), "float32")).on("tensor", 0, 2),
         1,
         PartitionSpec(None, ("tensor", "pipe")),
     ),
     "padded, no dim divides": (
-        Layout.whole(jax.ShapeDtypeStruct((5, 3), "float32")).on("tensor", 0, 2),
+        Layout.replicated(jax.ShapeDtypeStruct((5, 3), "float32")).on("tensor", 0, 2),
         0,
         PartitionSpec(),
     ),
-    "a scalar in two places": (Layout.whole(jax.ShapeDtypeStruct((), "int32")).on("tensor", 0, 2), 1, PartitionSpec()),
+    "a scalar in two places": (
+        Layout.replicated(jax.ShapeDtypeStruct((), "int32")).on("tensor", 0, 2),
+        1,
+        PartitionSpec(),
+    ),
     "without elements": (
-        Layout.whole(jax.ShapeDtypeStruct((3, 0), "bool")).on("tensor", 0, 2),
+        Layout.replicated(jax.ShapeDtypeStruct((3, 0), "bool")).on("tensor", 0, 2),
         0,
         PartitionSpec(),
     ),
@@ -90,7 +94,7 @@ LEAVES = {  # (shape, how it rests, on which rank) -> how it is split in the end
 def test_a_leaf_is_split_as_far_as_its_dims_divide_and_no_device_holds_more_on_the_way():
     degrees = {"pipe": 2, "tensor": 2}
     mesh = mesh_of(**degrees)
-    large = Layout.whole(jax.ShapeDtypeStruct((64, 32), "float32")).on("tensor", 1, 2)
+    large = Layout.replicated(jax.ShapeDtypeStruct((64, 32), "float32")).on("tensor", 1, 2)
     layouts, ranks, specs = zip(*LEAVES.values(), (large, 1, PartitionSpec("pipe", "tensor")), strict=True)
     store = StageStore(layouts, ranks, num_stages=2, num_ranks=2, degrees=degrees)
     leaves = [np.asarray(np.random.default_rng(i).normal(size=x.shape) * 9, x.dtype) for i, x in enumerate(layouts)]

@@ -14,7 +14,7 @@ STAGES = (0, 0, 1, 1, 0)
 
 
 def test_leaves_come_to_rest_one_after_the_other_and_are_found_again():
-    layouts = [Layout.whole(jax.ShapeDtypeStruct(shape, np.float32)) for shape in SHAPES]
+    layouts = [Layout.replicated(jax.ShapeDtypeStruct(shape, np.float32)) for shape in SHAPES]
     layouts[1] = layouts[1].on("fsdp", dim=0, size=2)  # rests as six elements
     degrees = {"pipe": 2, "fsdp": 2}
     store = StageStore(tuple(layouts), STAGES, num_stages=2, num_ranks=2, degrees=degrees)

@@ -580,7 +580,7 @@ def rests_at(weight: Weight, setting: Setting) -> Layout:
 
 def split_by_layers(weight: Weight, dtype: str | None, degrees: Mapping[str, int]) -> Layout:
     """The layout of a weight as its layers split it, in a dtype or in the model's own."""
-    layout = Layout.whole(jax.ShapeDtypeStruct(weight.shape, jnp.dtype(dtype or weight.dtype)), weight.stack_dims)
+    layout = Layout.replicated(jax.ShapeDtypeStruct(weight.shape, jnp.dtype(dtype or weight.dtype)), weight.stack_dims)
     for axes, dim in weight.splits:
         for axis in axes:
             if degrees.get(axis, 1) > 1:

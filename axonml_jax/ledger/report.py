@@ -288,7 +288,7 @@ def resting(layouts: PyTree, *, in_stages: bool = False, most: int = 24) -> str:
 
     >>> import jax
     >>> from axonml_jax.sharding.layout import Layout
-    >>> half = Layout.whole(jax.ShapeDtypeStruct((8, 3), "float32")).on("fsdp", dim=0, size=2)
+    >>> half = Layout.replicated(jax.ShapeDtypeStruct((8, 3), "float32")).on("fsdp", dim=0, size=2)
     >>> print(resting({"blocks/0": half, "blocks/1": half}))
     48 elements in 2 arrays, of which a device holds 24
     <BLANKLINE>

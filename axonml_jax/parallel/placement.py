@@ -720,7 +720,7 @@ def beside_rules(
         taken = ruled | ({*range(len(layout.shape))} - named if named else set())
         # What it may not split looks as if there were nothing to split.
         shape = tuple(1 if dim in taken else size for dim, size in enumerate(layout.shape))
-        narrow = Layout.whole(jax.ShapeDtypeStruct(shape, layout.dtype), layout.stack_dims)
+        narrow = Layout.replicated(jax.ShapeDtypeStruct(shape, layout.dtype), layout.stack_dims)
         found = strategy.spec(narrow, axis, math.prod(degrees[name] for name in as_axes(axis)))
         if not layout.shape:
             layout = found
@@ -789,7 +789,10 @@ def bind_plan(
     require_types(plan.check_vma)
 
     def layout(path: tuple, like: jax.ShapeDtypeStruct) -> Layout:
-        leaf, said = Layout.whole(like, stacks.get(path_name(path), 0)), in_layers.get(path_name(path), PartitionSpec())
+        leaf, said = (
+            Layout.replicated(like, stacks.get(path_name(path), 0)),
+            in_layers.get(path_name(path), PartitionSpec()),
+        )
         for dim, entry in enumerate(said if plan.partition is None else _only(said, PARTITIONED)):
             for axis in as_axes(entry or ()):
                 leaf = leaf.on(axis, dim, degrees[axis]) if degrees[axis] > 1 else leaf

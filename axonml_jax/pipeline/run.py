@@ -449,7 +449,9 @@ class Running:
     def _over_outermost(self, grads: Buffers) -> Buffers:
         if self._outermost is None or not grads:
             return grads
-        layouts = [Layout.whole(jax.ShapeDtypeStruct(buffer.shape, group.dtype)) for group, buffer in grads.items()]
+        layouts = [
+            Layout.replicated(jax.ShapeDtypeStruct(buffer.shape, group.dtype)) for group, buffer in grads.items()
+        ]
         with jax.named_scope("axonml.gradients"):
             inner = [axis for axis in self.placement.strategies if axis != self._outermost]
             parts = parts_of(self.placement, grads.values(), inner)

@@ -36,7 +36,7 @@ class Layout:
       stack_dims: how many first dims number layers or experts, where the model says it (`Functional.stacked_dims`).
       left: how axes that a step leaves to XLA's partitioner split the array, which looks whole along them.
 
-    >>> layout = Layout.whole(jax.ShapeDtypeStruct((8, 3), "float32")).on("fsdp", dim=1, size=2)
+    >>> layout = Layout.replicated(jax.ShapeDtypeStruct((8, 3), "float32")).on("fsdp", dim=1, size=2)
     >>> layout.axes, layout.stored, layout.shard
     (('fsdp',), (8, 4), (8, 2))
     """
@@ -50,7 +50,7 @@ class Layout:
     left: PartitionSpec = PartitionSpec()
 
     @staticmethod
-    def whole(leaf: Any, stack_dims: int = 0) -> "Layout":
+    def replicated(leaf: Any, stack_dims: int = 0) -> "Layout":
         """The layout of a leaf of which every device holds the whole."""
         shape = tuple(leaf.shape)
         return Layout(shape, leaf.dtype, PartitionSpec(), shape, (1,) * len(shape), stack_dims)

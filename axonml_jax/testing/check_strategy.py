@@ -88,7 +88,7 @@ def _one_device(strategy: AbstractStrategy, ranks: int, placement: Any, batches:
     graph, state = nnx.split(_Small())
     names = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
     values = [np.asarray(leaf[...]) for _, leaf in nnx.to_flat_state(state)]
-    layouts = [strategy.spec(Layout.whole(jax.ShapeDtypeStruct(x.shape, x.dtype)), AXIS, ranks) for x in values]
+    layouts = [strategy.spec(Layout.replicated(jax.ShapeDtypeStruct(x.shape, x.dtype)), AXIS, ranks) for x in values]
     tx, kept = optax.sgd(RATE, momentum=0.9), bool(stateful(placement))
     own = [_state_of(strategy).init_state(jnp.asarray(x)) for x in values]
 
@@ -405,7 +405,7 @@ def _by_kind(sent: Any) -> dict[tuple[str, str, int], int]:
 
 
 def _whole(shape: tuple[int, ...]) -> Layout:
-    return Layout.whole(jax.ShapeDtypeStruct(shape, np.float64))
+    return Layout.replicated(jax.ShapeDtypeStruct(shape, np.float64))
 
 
 def _mesh(ranks: int) -> Mesh:

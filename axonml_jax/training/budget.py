@@ -174,7 +174,7 @@ class Budgeted:
         """The step under its plan with this recomputation."""
         own, placement = copy.copy(self._step), self._step.placement
         own.placement = replace(placement, plan=replace(placement.plan, memory=None, remat=remat))
-        return Compiled(own._whole, self._mesh, lambda program: None, **self._options)
+        return Compiled(own._mapped, self._mesh, lambda program: None, **self._options)
 
 
 def _priced(found: Any) -> bool:

@@ -77,16 +77,16 @@ class Compiled:
     (`program/on_cpu.py`).
 
     Args:
-      whole: the function.
+      fun: the function.
       mesh: that it runs on.
       accept: called with every program compiled for a call before it first runs; it may refuse it.
       options: of `jax.jit`; arguments by keyword are static.
     """
 
     def __init__(
-        self, whole: Callable[..., Any], mesh: Mesh, accept: Callable[[Any], None] | None = None, **options: Any
+        self, fun: Callable[..., Any], mesh: Mesh, accept: Callable[[Any], None] | None = None, **options: Any
     ):
-        self._whole, self._options, self._plain = whole, options, jax.jit(whole, **options)
+        self._fun, self._options, self._plain = fun, options, jax.jit(fun, **options)
         self._mesh = mesh
         self._on_cpu, self._several = is_on_cpu(mesh), mesh.size > 1
         self._known: dict[Any, Any] = {}
@@ -121,7 +121,7 @@ class Compiled:
             )
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), args)
         if self._inner is None:
-            self._inner = Compiled(self._whole, self._mesh)
+            self._inner = Compiled(self._fun, self._mesh)
         return self._inner._again("__call__", shapes, {}, args)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
@@ -194,7 +194,7 @@ class Compiled:
         from axonml_jax.program.on_cpu import collectives_in_order, with_transposed_operands
         from axonml_jax.program.program import read_program, run_program
 
-        @functools.wraps(self._whole)
+        @functools.wraps(self._fun)
         def whole(*args: Any, **kwargs: Any) -> Any:
             run = traced if _types(args) == types else self._plain.trace(*args, **kwargs)
             jaxpr, values = with_transposed_operands(run.jaxpr), jax.tree.leaves(args)

@@ -178,11 +178,11 @@ class AsOptimizer(Kept):
 
     def enter(self, value: PyTree) -> PyTree:
         """This rank's entry."""
-        return self.rest.own(value)
+        return self.rest.local(value)
 
     def leave(self, value: PyTree) -> PyTree:
         """The inverse."""
-        return self.rest.kept(value)
+        return self.rest.stored(value)
 
     def leaves(self, value: PyTree) -> dict[str, Leaf]:
         """With their layouts."""

@@ -62,7 +62,7 @@ class Differentiate:
         if not sync:
             _refuse_unstackable(placement)
         self.objective = objective_of(model, loss_fn, placement, training, sync=sync)
-        self._compiled = Compiled(self._whole, mesh, accept, compiler_options=compiler_options(placement, mesh))
+        self._compiled = Compiled(self._mapped, mesh, accept, compiler_options=compiler_options(placement, mesh))
 
     def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[jax.Array, dict, PyTree, PyTree]:
         """Differentiate; `key` is the step's randomness."""
@@ -78,7 +78,7 @@ class Differentiate:
         self._check(batch)
         return self._compiled.trace(variables, key, self.placement.batch_layout.marked(batch))
 
-    def _whole(self, variables: Variables, key: jax.Array, batch: PyTree):
+    def _mapped(self, variables: Variables, key: jax.Array, batch: PyTree):
         placement, rest = self.placement, self.rest
         batch = placement.batch_layout.opened(batch)
         specs, own = rest.specs(variables), lambda: (placement.batch_layout.by_rank, each_ranks_specs(placement))
@@ -100,7 +100,7 @@ class Differentiate:
         state = rest.leave(Variables(variables.params, variables.frozen, state)).state
         grads = to_host_memory(result.grads, placement.plan.offload.gradients)
         own = (result.loss, result.metrics, grads)
-        return (*(rest.kept(own) if self.sync else stacked(own, placement.axes.batch)), state)
+        return (*(rest.stored(own) if self.sync else stacked(own, placement.axes.batch)), state)
 
 
 def _refuse_unstackable(placement: Placement) -> None:
@@ -166,7 +166,7 @@ def _sync_program(placement: Placement, mesh: Mesh) -> Any:
         leaves, treedef = jax.tree.flatten(grads)
         means = [leaf[0] / placement.batch_layout.degree for leaf in leaves]
         synced = syncing.sync_buckets(parts_of(syncing, means), layouts)
-        return rest.kept(treedef.unflatten([grad.taken() for grad in synced]))
+        return rest.stored(treedef.unflatten([grad.taken() for grad in synced]))
 
     given, rest = each_ranks_specs(placement), rest_of(placement)
     specs = rest.specs(Variables(placement.params, {}, {})).params
@@ -301,7 +301,7 @@ class EvalStep:
         self._given, self._weighted = (model, loss_fn, accept), {}
         objective = objective_of(model, loss_fn, placement, training=False)
         self.objective = replace(objective, loss_fn=self._noting)
-        self._compiled = Compiled(self._whole, mesh, accept, compiler_options=compiler_options(placement, mesh))
+        self._compiled = Compiled(self._mapped, mesh, accept, compiler_options=compiler_options(placement, mesh))
 
     def __call__(self, variables: Variables, batch: PyTree) -> Evaluated:
         """The loss and the loss function's metrics over the global batch [B, ...].
@@ -343,7 +343,7 @@ class EvalStep:
         self._weighted = weighted_names(returned)
         return returned
 
-    def _whole(self, variables: Variables, batch: PyTree) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    def _mapped(self, variables: Variables, batch: PyTree) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         batch = self.placement.batch_layout.opened(batch)
         return jax.shard_map(
             self._local,
@@ -370,7 +370,7 @@ class EvalStep:
         weights = {"loss": weight} | {name: metric.weight for name, metric in sums.metrics.items()}
         mean, metrics, _ = (mean, metrics, None) if finish is None else finish(mean, metrics, weights)
         weights = {name: weights[name] for name, weighted in self._weighted.items() if weighted}
-        return self.rest.kept(jax.tree.map(self._same, ({**metrics, "loss": mean}, weights)))
+        return self.rest.stored(jax.tree.map(self._same, ({**metrics, "loss": mean}, weights)))
 
     def _same(self, x: jax.Array) -> jax.Array:
         """A value that is the same along `alike`, with a type that says so."""
@@ -529,7 +529,7 @@ class Forward:
         self.fun, self.row_dims = fun or (lambda model, *args, **kwargs: model(*args, **kwargs)), None
         self.mode = forward_mode(placement, training)
         options = compiler_options(placement, mesh)
-        self._compiled = Compiled(self._whole, mesh, accept, static_argnames="static", compiler_options=options)
+        self._compiled = Compiled(self._mapped, mesh, accept, static_argnames="static", compiler_options=options)
         self._parameters = parameter_names(model.module(model.shapes))
 
     def __call__(self, variables: Variables, key: jax.Array, args: tuple, kwargs: dict) -> tuple[PyTree, PyTree]:
@@ -552,7 +552,7 @@ class Forward:
             return path_name((jax.tree_util.DictKey(self._parameters[own[0].idx]), *own[1:]))
         return path_name(own)
 
-    def _whole(self, variables: Variables, key: jax.Array, arrays: Arrays, static: tuple) -> tuple[PyTree, PyTree]:
+    def _mapped(self, variables: Variables, key: jax.Array, arrays: Arrays, static: tuple) -> tuple[PyTree, PyTree]:
         placement, specs = self.placement, self.rest.specs(variables)
         arrays = placement.batch_layout.opened(arrays)
         dims, inner, sizes = self._dims(variables, arrays, static)

@@ -245,11 +245,11 @@ class Counts(Kept):
 
     def enter(self, value: PyTree) -> PyTree:
         """Of this rank's model."""
-        return self.rest.own(value) if self.per_model else value
+        return self.rest.local(value) if self.per_model else value
 
     def leave(self, value: PyTree) -> PyTree:
         """The inverse."""
-        return self.rest.kept(value) if self.per_model else value
+        return self.rest.stored(value) if self.per_model else value
 
     def leaves(self, value: PyTree) -> dict[str, Leaf]:
         """By their fields."""

@@ -235,7 +235,7 @@ def opt_owners(placement: Placement, tx: optax.GradientTransformation) -> tuple[
         if own is not None and own.shape == leaf.shape:
             return Layout(own.shape, leaf.dtype, own.spec, own.stored, own.parts), owner
         alone = placement.stages is not None and own is not None and not own.axes
-        return Layout.whole(leaf), owner if alone else None
+        return Layout.replicated(leaf), owner if alone else None
 
     placed = [layout_of(*each) for each in zip(leaves, found, strict=True)]
     return treedef.unflatten([layout for layout, _ in placed]), [owner for _, owner in placed]

@@ -136,30 +136,30 @@ class Rest(abc.ABC):
 
     # A step's way in and out
 
-    def own(self, tree: PyTree) -> PyTree:
+    def local(self, tree: PyTree) -> PyTree:
         """Takes this rank's part of a resting tree: trained parameters, or a tree that rests like them; inside `shard_map`."""
         return tree
 
-    def kept(self, tree: PyTree) -> PyTree:
-        """The inverse of `own`."""
+    def stored(self, tree: PyTree) -> PyTree:
+        """The inverse of `local`."""
         return tree
 
     @property
     def means(self) -> PartitionSpec:
-        """The spec of what `kept` makes of a value that is the same on all ranks that train one model: a loss, a norm."""
+        """The spec of what `stored` makes of a value that is the same on all ranks that train one model: a loss, a norm."""
         return PartitionSpec()
 
     def enter(self, variables: Variables) -> Variables:
         """This rank's own variables, inside `shard_map`."""
         axes = self.placement.axes.buffers
         state = variables.state if axes is None else single(variables.state)
-        return Variables(self.own(variables.params), variables.frozen, state)
+        return Variables(self.local(variables.params), variables.frozen, state)
 
     def leave(self, variables: Variables) -> Variables:
         """The inverse of `enter`."""
         axes = self.placement.axes.buffers
         state = variables.state if axes is None else stacked(variables.state, axes)
-        return Variables(self.kept(variables.params), variables.frozen, state)
+        return Variables(self.stored(variables.params), variables.frozen, state)
 
     # Reading and updating
 
@@ -418,9 +418,9 @@ class Plain(Rest):
         rests = self.specs(Variables(grads, {}, {})).params
 
         def local(grads: PyTree, max_norm: jax.Array) -> tuple[PyTree, jax.Array]:
-            own = self.own(grads)
+            own = self.local(grads)
             size = norm(self.parts(own), p)
-            return self.kept((clipped(own, size, max_norm), size))
+            return self.stored((clipped(own, size, max_norm), size))
 
         return jax.shard_map(
             local,
@@ -557,11 +557,11 @@ class Stacked(Plain):
         """Stored parameters as one entry for each rank that trains its own."""
         return params
 
-    def own(self, tree: PyTree) -> PyTree:
+    def local(self, tree: PyTree) -> PyTree:
         """This rank's entry."""
         return single(tree)
 
-    def kept(self, tree: PyTree) -> PyTree:
+    def stored(self, tree: PyTree) -> PyTree:
         """The inverse."""
         return stacked(tree, self.placement.axes.independent)
 

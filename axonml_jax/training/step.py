@@ -71,7 +71,7 @@ class TrainStep:
         on_cpu = compiler_options(placement, mesh)
         options = {"donate_argnums": 0, "compiler_options": on_cpu}
         if placement.plan.memory is None:
-            self._compiled: Any = Compiled(self._whole, mesh, accept, **options)
+            self._compiled: Any = Compiled(self._mapped, mesh, accept, **options)
         else:
             from axonml_jax.training.budget import Budgeted
 
@@ -146,7 +146,7 @@ class TrainStep:
         """The PartitionSpec of every array of a state between steps."""
         return state_specs(state, self.at_rest)
 
-    def _whole(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+    def _mapped(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         batch = self.placement.batch_layout.opened(batch)
         specs = state_specs(state, self.at_rest, between=False)
         new, metrics = jax.shard_map(
@@ -167,7 +167,7 @@ class TrainStep:
         made = composed(self._gradients, "around_gradients", self.transforms)(Reading(own, batch))
         after, more = composed(self._update, "around_update", self.transforms)(made, own)
         metrics = {**made.metrics, "loss": made.loss, "grad_norm": made.norm, **more}
-        return self._own(replace(after, step=state.step + 1), inwards=False), self.rest.kept(metrics)
+        return self._own(replace(after, step=state.step + 1), inwards=False), self.rest.stored(metrics)
 
     def _gradients(self, reading: Reading) -> Gradients:
         state, batch, options = reading
@@ -185,7 +185,7 @@ class TrainStep:
             name: kept[name].enter(value) if inwards else kept[name].leave(value)
             for name, value in state.extras.items()
         }
-        opt_state = (rest.own if inwards else rest.kept)(state.opt_state)
+        opt_state = (rest.local if inwards else rest.stored)(state.opt_state)
         variables = (rest.enter if inwards else rest.leave)(state.variables)
         return replace(state, variables=variables, opt_state=opt_state, extras=extras)
 
