@@ -461,8 +461,8 @@ def place(
     >>> import axonml_jax as ax
     >>> from flax import nnx
     >>> mesh = ax.make_mesh(fsdp=1, devices=jax.devices()[:1])
-    >>> ax.place(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), mesh).kernel.sharding.spec
-    P('fsdp',)
+    >>> ax.place(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), mesh).kernel.sharding.mesh.axis_names
+    ('data', 'fsdp')
     """
     parallel = parallelize(model, mesh, plan, params=params, seed=seed)
     own = parallel.plan
