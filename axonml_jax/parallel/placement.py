@@ -789,10 +789,8 @@ def bind_plan(
     require_types(plan.check_vma)
 
     def layout(path: tuple, like: jax.ShapeDtypeStruct) -> Layout:
-        leaf, said = (
-            Layout.replicated(like, stacks.get(path_name(path), 0)),
-            in_layers.get(path_name(path), PartitionSpec()),
-        )
+        name = path_name(path)
+        leaf, said = Layout.replicated(like, stacks.get(name, 0)), in_layers.get(name, PartitionSpec())
         for dim, entry in enumerate(said if plan.partition is None else _only(said, PARTITIONED)):
             for axis in as_axes(entry or ()):
                 leaf = leaf.on(axis, dim, degrees[axis]) if degrees[axis] > 1 else leaf
