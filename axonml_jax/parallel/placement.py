@@ -788,8 +788,7 @@ def bind_plan(
     strategies = plan.on(degrees)
     require_types(plan.check_vma)
 
-    def layout(path: tuple, like: jax.ShapeDtypeStruct) -> Layout:
-        name = path_name(path)
+    def layout(name: str, like: jax.ShapeDtypeStruct) -> Layout:
         leaf, said = Layout.replicated(like, stacks.get(name, 0)), in_layers.get(name, PartitionSpec())
         for dim, entry in enumerate(said if plan.partition is None else _only(said, PARTITIONED)):
             for axis in as_axes(entry or ()):
@@ -802,7 +801,7 @@ def bind_plan(
 
     def lay_out(tree: PyTree) -> PyTree:
         resting = jax.eval_shape(plan.precision.cast_param, tree)
-        return jax.tree_util.tree_map_with_path(layout, resting)
+        return jax.tree_util.tree_map_with_path(lambda path, like: layout(path_name(path), like), resting)
 
     placement = Placement(plan, degrees, lay_out(variables.params), lay_out(variables.frozen))
     if left := _left(plan, degrees):
