@@ -637,9 +637,21 @@ def _plan_config(base: PlanConfig, found: Candidate, precision: Any) -> PlanConf
         products_kept=None,  # the search prices no products that are rounded
         accumulate=1 if found.schedule else found.microbatches,
         remat=found.remat,  # pyright: ignore[reportArgumentType]
-        memory=None if found.memory is None else f"{math.floor(10 * found.memory / 2**30) / 10:g}GiB",
+        memory=None if found.memory is None else _size_below(found.memory),
         offload=found.offload.value,
     )
+
+
+def _size_below(size: int) -> str | int:
+    """A size as people write it that is not above this one, and hardly below it.
+
+    >>> _size_below(72_000_000_000), _size_below(13 * 2**20 + 5), _size_below(5000)
+    ('67GiB', '13MiB', 5000)
+    """
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if size >= 10 * unit:
+            return f"{math.floor(10 * size / unit) / 10:g}{name}"
+    return size
 
 
 def _pipeline(found: Candidate) -> PipelineConfig:

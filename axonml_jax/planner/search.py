@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from axonml_jax.base import aligned
+from axonml_jax.base import aligned, size_in_words
 from axonml_jax.cost.base import (
     Flow,
     Placed,
@@ -208,7 +208,7 @@ class Candidate:
         words.append(f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}")
         words += ["sequence parallel"] if self.sequence_parallel else []
         words += [f"{self.remat} recomputation"] if self.remat else []
-        words += [f"recomputation within {self.memory / 2**30:.1f} GiB"] if self.memory else []
+        words += [f"recomputation within {size_in_words(self.memory)}"] if self.memory else []
         words += [f"offload {self.offload.value}"] if self.offload.value != "none" else []
         return ", ".join(words)
 
