@@ -112,7 +112,7 @@ def test_under_zero3_an_evaluation_gathers_in_every_microbatch_as_the_forward_of
         step = trainer._eval
         of = lambda found: sum(entry.step_wire_bytes for entry in found if entry.kind == "all_gather")
         placed = step.placement.batch_layout.place(batch, step.mesh)
-        return of(collectives_in(step._whole, trainer.model.variables, placed)), of(
+        return of(collectives_in(step._mapped, trainer.model.variables, placed)), of(
             collectives_in(trainer.trace(batch).jaxpr)
         )
 
