@@ -4,6 +4,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from axonml_jax.mesh.axes import AXES
 _SPLITS_PHYSICAL_AXES = ("TPU v5 lite", "TPU v5e")
 
 
-def order_devices(sizes: tuple[int, ...], devices: Sequence[jax.Device] | None = None) -> np.ndarray:
+def order_devices(sizes: tuple[int, ...], devices: Sequence[Any] | None = None) -> np.ndarray:
     """Devices as an array of shape `sizes`, axes from the slowest link to the fastest.
 
     TPUs follow the torus, several slices (or several hosts of GPUs in separate slices) are split over the outermost
