@@ -1,6 +1,7 @@
 """Documents: tokenizers, packing, masks on prompts; a packed epoch has the loss of every document alone."""
 
 import json
+import re
 import types
 
 import jax
@@ -12,6 +13,7 @@ from flax import nnx
 import axonml_jax as ax
 from axonml_jax.cli import tasks as text_task
 from axonml_jax.config.config import SampleConfig
+from axonml_jax.config.sections import DataConfig
 from axonml_jax.data.documents import Document, PackedDocuments, best_fit, cut
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
@@ -124,6 +126,24 @@ def test_samples_follow_their_prompt_and_end_with_their_document(tmp_path, monke
     section = SampleConfig(count=2, length=3, prompt="the cat")
     texts = text_task.write_samples(model, section, 8, 0, str(tmp_path), "</s>")
     assert given == [[[0, 2, 3]] * 2] and texts == ["<unk> the cat sat", "<unk> the cat mat on sat"]
+
+
+def opening(tmp_path, text, **section):
+    path = tmp_path / ("data.jsonl" if section else "data.txt")
+    path.write_text(text)
+    config = DataConfig(path=str(path), length=32, valid_fraction=0.5, **section)
+    return text_task.opening_of(text_task.read_data(config), config)
+
+
+def test_samples_without_a_prompt_begin_as_the_validation_text_does(tmp_path):
+    lines = "".join(f"line {number} has six words here\n" for number in range(9))
+    assert opening(tmp_path, lines) == "line 5 has six"  # the file is cut in its line 4
+    assert opening(tmp_path, "\t\n " * 40) == "\n"
+    documents = "".join(json.dumps({"text": f"a document of number {number}"}) + "\n" for number in range(8))
+    assert opening(tmp_path, documents, format="jsonl") == "a document of number"
+    pairs = "".join(json.dumps({"ask": f"{number}+1 =", "say": " is it"}) + "\n" for number in range(8))
+    begins = opening(tmp_path, pairs, prompt_field="ask", completion_field="say")
+    assert re.fullmatch(r"\d\+1 =", begins)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -799,12 +800,15 @@ def report(config: RunConfig, data: TextData, records: list[Record], folder: Pat
     print0(f"files           {folder}: {files}")
 
 
-def print_samples(config: RunConfig, model: ParallelModel) -> None:
+def print_samples(config: RunConfig, data: TextData, model: ParallelModel) -> None:
     """What the transformer writes, where it was trained on text; every process must call this."""
     if not config.sample.count or config.own:
         return
-    section, data = config.sample, config.data
-    texts = write_samples(model, section, data.length, config.train.seed, data.tokenizer, data.end)
+    words = config.sample.prompt or data.opening
+    whose = "of the validation text; --sample.prompt takes yours" if config.sample.prompt is None else "sample.prompt"
+    section, read = replace(config.sample, prompt=words), config.data
+    texts = write_samples(model, section, read.length, config.train.seed, read.tokenizer, read.end)
+    print0(f"\nthe model goes on from {words[:40]!r} ({whose})")
     for number, text in enumerate(texts, start=1):
         print0(f"\n--- sample {number} " + "-" * 60)
         print0(text)

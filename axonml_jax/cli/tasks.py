@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -535,6 +536,7 @@ class TextData:
       unit: which of them: "byte", "token" or "sample".
       rest: makes what fills no batch behind the last of `valid`, in parts (see `rest_of`).
       valid_used: how many samples a validation takes, where their number is known.
+      opening: a few words of the text to validate on, with which samples begin (see `opening_of`).
     """
 
     train: DataLoader
@@ -546,6 +548,7 @@ class TextData:
     unit: str = "byte"
     rest: "Rest" = ()
     valid_used: int | None = None
+    opening: str = ""
 
     @property
     def loss_unit(self) -> str:
@@ -584,8 +587,8 @@ def load_data(config: RunConfig, text: TextSplit | DocumentSplit | OwnSplit, mes
     used = min(used, len(windows["valid"]))
     bigram = bigram_nats(text.train, text.valid[: used * config.data.length + 1]) if kind is ByteWindows else None
     targets = [min(size, used - start) * config.data.length for start in range(0, used, size)]
-    sizes = (len(text.train), len(text.valid))
-    return TextData(train, valid, taken, targets, bigram, sizes, kind.unit, rest, used)
+    sizes, opening = (len(text.train), len(text.valid)), opening_of(text, config.data)
+    return TextData(train, valid, taken, targets, bigram, sizes, kind.unit, rest, used, opening)
 
 
 def _load_documents(config: RunConfig, split: DocumentSplit, mesh: Mesh) -> TextData:
@@ -599,7 +602,8 @@ def _load_documents(config: RunConfig, split: DocumentSplit, mesh: Mesh) -> Text
     train = create_dataloader(split.train, size, mesh, seed=config.train.seed, num_workers=config.data.num_workers)
     valid = create_dataloader(rows, size, mesh, shuffle=False, num_epochs=1)
     targets = rows.targets(min(config.train.eval_batches or len(valid), len(valid)))
-    return TextData(train, valid, len(targets), targets, None, split.sizes, "token")
+    opening = opening_of(split, config.data)
+    return TextData(train, valid, len(targets), targets, None, split.sizes, "token", opening=opening)
 
 
 def _load_own(config: RunConfig, split: OwnSplit, mesh: Mesh) -> TextData:
@@ -723,6 +727,29 @@ def from_start(loader: DataLoader) -> None:
     loader.load_state_dict({**state, "epoch": 0, "samples": 0, **({"place": None} if "place" in state else {})})
 
 
+def opening_of(split: TextSplit | DocumentSplit, config: DataConfig) -> str:
+    """How the samples of a run begin that names no prompt: as the text to validate on does.
+
+    Of documents it is the first one's prompt, where prompts are not learned, or its first four words; of a text four words of
+    its second line, since a single file is cut anywhere.
+    """
+    rules = load_tokenizer(config.tokenizer)
+    if isinstance(split, TextSplit):
+        text = rules.decode(split.valid[:_OPENING])
+        text = text.partition("\n")[2].strip("\n") or text
+    else:
+        row = split.valid[0][0]
+        given = int((row["targets"] >= 0).argmax()) + 1 if config.prompt_field else _OPENING
+        text = rules.decode(row["tokens"][row["segment_ids"] == 1][:given])
+        if config.prompt_field:
+            return text or "\n"
+    words = re.match(r"\s*\S+(?:[^\S\n]+\S+){0,3}", text)
+    return words.group()[:80] if words else "\n"
+
+
+_OPENING = 256  # tokens in which four words are looked for
+
+
 def write_samples(
     model: ParallelModel, config: SampleConfig, window: int, seed: int, tokenizer: str = BYTES, end: str | None = None
 ) -> list[str]:
@@ -732,12 +759,13 @@ def write_samples(
 
     Args:
       model: the trainer's.
-      config: the section `sample`.
+      config: the section `sample`, with a prompt.
       window: tokens the model sees at most.
       seed: of the draws.
       tokenizer: by its name (see `load_tokenizer`).
       end: the token that ends a document, by name; None: there is none.
     """
+    assert config.prompt is not None
     rules = load_tokenizer(tokenizer)
     prompts = np.tile(rules.encode([config.prompt], special="before")[0], (config.count, 1))
     key = jax.random.key(seed)

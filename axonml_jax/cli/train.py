@@ -247,7 +247,7 @@ def _train(
         status = DIVERGED
     report(config, data, records, mine)
     if status == 0:
-        print_samples(config, trainer.model)
+        print_samples(config, data, trainer.model)
     return status
 
 

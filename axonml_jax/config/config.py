@@ -517,17 +517,17 @@ class SampleConfig:
     Attributes:
       count: number of texts; 0 writes none.
       length: bytes to write after the prompt.
-      prompt: how each text begins.
+      prompt: how each text begins; None: with a few words of the validation text.
       temperature: divides the logits; 0 takes the most likely byte.
     """
 
     count: int = 2
     length: int = 200
-    prompt: str = "def "
+    prompt: str | None = None
     temperature: float = 0.7
 
     def __post_init__(self):
-        at_least("sample", self, ["prompt is empty"] * (not self.prompt), count=0, length=1, temperature=0)
+        at_least("sample", self, ["prompt is empty"] * (self.prompt == ""), count=0, length=1, temperature=0)
 
 
 @dataclass(frozen=True, kw_only=True)
