@@ -127,7 +127,7 @@ def as_text(row):
 
 
 def summary(total, results):
-    """How many plans were run and how many equal one device, and over which values of which options."""
+    """How many plans were run and how many equal one device, over which options, and of which values some do not."""
     bad = [(row, error) for row, error in results if error]
     ran = "have been run, in a drawn order" if len(results) < total else "have been run"
     lines = [f"Of {total:,} plans {len(results):,} {ran}; {len(results) - len(bad):,} equal."]
@@ -136,9 +136,9 @@ def summary(total, results):
     for name in options:
         ran = collections.Counter(str(row.get(name, 1)) for row, _ in results)
         wrong = collections.Counter(str(row.get(name, 1)) for row, _ in bad)
-        values = (f"{value}: {n - wrong[value]} of {n}" if wrong[value] else value for value, n in sorted(ran.items()))
-        said.append(f"{name} ({', '.join(values)})")
-    lines += ["", f"Over {'; '.join(said)}."]
+        values = [f"{value}: {n - wrong[value]} of {n}" for value, n in sorted(ran.items()) if wrong[value]]
+        said.append(f"{name} ({', '.join(values)})" if values else name)
+    lines += ["", f"Over {', '.join(said)}."]
     return "\n".join(lines + [f"\n- {row}: {error}" for row, error in bad])
 
 
