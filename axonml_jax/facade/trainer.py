@@ -564,9 +564,8 @@ class Trainer(Generic[M]):
     @no_mesh_around()
     def _look_at(self, norm: jax.Array, batch: PyTree) -> None:
         """See `_tell_unread`, of the first step; this waits for that step, and is asked of no other."""
-        zero, shapes = not any(np.any(shard.data) for shard in norm.addressable_shards), _shapes(batch)
-        with folding:  # traced as it was written, once more
-            traced = self.train_step.trace(self.state, shapes) if self.model._held_outside else None
+        zero, shapes = not any(np.any(np.asarray(shard.data)) for shard in norm.addressable_shards), _shapes(batch)
+        traced = self.train_step.as_written(self.state, shapes) if self.model._held_outside else None
         _tell_unread(self, traced, shapes, zero=zero)
 
     @no_mesh_around()

@@ -199,6 +199,15 @@ class BatchLayout:
 
         return self.marked(jax.tree_util.tree_map_with_path(place, batch))
 
+    def placed(self, batch: PyTree, mesh: Mesh) -> PyTree:
+        """The shapes of what `place` gives of a batch, of arrays or shapes: a program is traced on both as on the same."""
+
+        def shape(path, leaf):
+            sharding = NamedSharding(mesh, self.spec(path_name(path), leaf, placed=True))
+            return jax.ShapeDtypeStruct(np.shape(leaf), jax.numpy.result_type(leaf), sharding=sharding)
+
+        return self.marked(jax.tree_util.tree_map_with_path(shape, batch))
+
     def _order(self, path: str, shape: tuple[int, ...]) -> RankOrder | None:
         """How a leaf's positions are reordered; None: they stay as they are."""
         orders = dict(self.orders)

@@ -92,6 +92,10 @@ class Budgeted:
         """As `jax.jit`'s."""
         return self._of(args).trace(*args)
 
+    def as_written(self, *args: Any) -> Any:
+        """As `Compiled.as_written`."""
+        return self._of(args).as_written(*args)
+
     def lower(self, *args: Any) -> Any:
         """As `jax.jit`'s."""
         return self._of(args).lower(*args)

@@ -90,6 +90,7 @@ class Compiled:
         self._mesh = mesh
         self._on_cpu, self._several = is_on_cpu(mesh), mesh.size > 1
         self._known: dict[Any, Any] = {}
+        self._written: dict[Any, Any] = {}  # what was traced for them, as it was written
         self._accept = accept
         self._accepted: dict[Any, Any] = {}
         self._inner: Compiled | None = None  # the same as a part of other programs
@@ -127,6 +128,12 @@ class Compiled:
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit`'s."""
         return self._again("trace", args, kwargs)
+
+    def as_written(self, *args: Any) -> Any:
+        """As `trace`, without what CPUs need: what was traced for a call on arguments like these."""
+        with self._reading():
+            kept = self._written.get(self._like(args, {}))
+        return self.trace(*args) if kept is None else kept
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit`'s."""
@@ -179,14 +186,18 @@ class Compiled:
             return self._plain
         from axonml_jax.program.on_cpu import may_overlap, with_transposed_operands
 
-        like = (trace_settings(), _types(args[1:]), *kwargs.items())
+        like = self._like(args, kwargs)
         if like not in self._known:
             traced = self._plain.trace(*args, **kwargs)
             jaxpr = with_transposed_operands(traced.jaxpr)
             overlaps = self._several and may_overlap(jaxpr)
             changes = overlaps or jaxpr is not traced.jaxpr
             self._known[like] = self._changed(traced, _types(args), overlaps) if changes else self._plain
+            self._written[like] = traced
         return self._known[like]
+
+    def _like(self, args: tuple, kwargs: dict) -> Any:
+        return trace_settings(), _types(args[1:]), *kwargs.items()
 
     def _changed(self, traced: Any, types: Any, overlaps: bool) -> Any:
         """What was traced on arguments of some types, as a jitted function that does it as XLA:CPU needs it."""

@@ -118,13 +118,18 @@ class TrainStep:
         """The step traced on arrays or shapes (`.jaxpr`, `.lower()`): what the ledger reads."""
         with no_mesh_around(), folding:
             self.check(batch)
-            return self._compiled.trace(state, self.placement.batch_layout.marked(batch))
+            return self._compiled.trace(state, self.placement.batch_layout.placed(batch, self.mesh))
+
+    def as_written(self, state: TrainState, batch: PyTree):
+        """As `trace`, without what XLA:CPU needs: after a step on arrays like these what that step has traced."""
+        with no_mesh_around(), folding:
+            return self._compiled.as_written(state, self.placement.batch_layout.placed(batch, self.mesh))
 
     def lower(self, state: TrainState, batch: PyTree):
         """The step lowered on arrays or shapes (`.as_text()`, `.compile()`)."""
         with no_mesh_around(), folding:
             self.check(batch)
-            return self._compiled.lower(state, self.placement.batch_layout.marked(batch))
+            return self._compiled.lower(state, self.placement.batch_layout.placed(batch, self.mesh))
 
     @no_mesh_around()
     def state_leaves(self, state: TrainState) -> dict[str, Leaf]:
