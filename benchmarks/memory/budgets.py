@@ -1,9 +1,10 @@
 """Steps within bytes: what `memory=` compiles to, beside no recomputation and beside recomputing everything.
 
-Run: python benchmarks/memory/budgets.py [--models gpt llama ...] [--plans ddp fsdp pipe] [--budgets 12]. Budgets lie evenly from the peak of remat="full" to that of none, on 2 simulated devices. Shows the compiled peak, FLOPs of products on
-the traced program, and how far three losses and the parameters after them (plain SGD: sums of gradients) are from those of no
+Run: python benchmarks/memory/budgets.py [--models gpt llama ...] [--plans ddp fsdp pipe] [--budgets 12]. Budgets lie evenly
+from the peak of remat="full" to that of none, on 2 simulated devices. Shows the compiled peak, FLOPs of products on the traced
+program, and how far three losses and the parameters after them (plain SGD: sums of gradients) are from those of no
 recomputation; ends with an error where a peak is above its budget or a number differs. `qwen` is Tunix's model as it is
-published (google-tunix must be installed), under `jax.checkpoint` of ours alone.
+published (google-tunix must be installed).
 """
 
 import argparse
