@@ -864,19 +864,6 @@ def sum_shared(layout: StageBuffers, grads: Buffers, axis: str = "pipe") -> Buff
     return jax.lax.switch(rank, [put(r) for r in range(layout.num_ranks)])
 
 
-def without_copies(layout: StageBuffers, buffers: Buffers, axis: str = "pipe") -> Buffers:
-    """Zeros all copies of a shared leaf but the first rank's, so that a norm over `axis` counts the leaf once."""
-    copied = {name: slots for name, slots in _copied(layout).items() if next(iter(slots.values())).group in buffers}
-    if not copied:
-        return buffers
-
-    def drop(r: int):
-        later = [slots[r] for slots in copied.values() if r in slots and r != min(slots)]
-        return lambda: Packing(tuple(later)).write(buffers, [jnp.zeros(slot.shape) for slot in later])
-
-    return jax.lax.switch(axis_index(axis), [drop(r) for r in range(layout.num_ranks)])
-
-
 def _copied(layout: StageBuffers) -> dict[str, dict[int, Slot]]:
     return {name: slots for name, slots in layout.shared.items() if len(slots) > 1}
 

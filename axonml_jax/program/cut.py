@@ -393,11 +393,6 @@ class Cut:
     varied: frozenset[int]
     out_tree: Any
 
-    @property
-    def spanning(self) -> frozenset[int]:
-        """The weights that stay whole from their first segment to their last, because other units lie between."""
-        return frozenset(weight for weight in self.first if self.first[weight] != self.last[weight])
-
 
 def cut(
     fun: Callable,
