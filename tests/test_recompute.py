@@ -57,6 +57,45 @@ def test_bytes_and_products_of_every_set_are_those_of_jax_checkpoint():
         assert (price.flops > 0) == (again > 0), some
 
 
+SENDING = RATES._replace(host=2e9)
+
+
+def carried(x, *weights):
+    return block(named(x, "input"), *weights)
+
+
+@pytest.mark.parametrize("host", [("up",), ("input",), ("qkv", "input", "out")])
+def test_bytes_on_both_sides_of_the_link_are_those_of_jax_checkpoint(host):
+    given, keep, host = values(), frozenset(("scores", "mixed")), frozenset(host)
+    found = {}
+
+    def kept(*given):
+        _, pull = jax.vjp(jax.checkpoint(carried, policy=SaveWhere(Keeps(keep, host))), *given)
+        for leaf in jax.tree.leaves(pull):
+            found[id(leaf)] = (jax.typeof(leaf).memory_space, leaf.nbytes, any(leaf is x for x in given), leaf)
+        return pull([jnp.ones_like(given[0])])
+
+    jax.jit(kept).trace(*given)
+    device = jax.memory.Space.Device
+    price = graph_of(carried, given, range(len(given))).price(keep, SENDING, host)
+    assert price.away == sum(size for space, size, _, _ in found.values() if space != device) > 0
+    assert price.kept + (given[0].nbytes if "input" in host else 0) == sum(
+        size for space, size, was_given, _ in found.values() if space == device and not was_given
+    )
+    assert not ("input" in host and any(leaf.shape == given[0].shape for *_, was, leaf in found.values() if was))
+
+
+def test_a_loop_sends_no_more_than_its_link_takes_in_a_forwards_time():
+    graph = graph_of(carried, values(), range(6))
+    without = front(graph, RATES, plain=False)
+    assert not any(price.host for price in without + front(graph, SENDING, plain=True))
+    found, limit = front(graph, SENDING, plain=False), SENDING.host * graph.forward_seconds(SENDING)
+    assert max(price.away for price in found) <= limit < sum(map(graph.bytes_of, graph.labels))
+    assert set(without) <= set(found)
+    least = lambda prices: min(price.kept + price.fullest for price in prices)
+    assert least(found) < least(without)
+
+
 def test_the_front_has_what_an_exhaustive_search_finds():
     given = values()
     graph = graph_of(block, given, range(len(given)))

@@ -17,6 +17,7 @@ from jax._src.config import trace_context
 from jax._src.core import trace_state_clean
 from jax._src.lax import parallel
 from jax._src.mesh import thread_resources
+from jax.ad_checkpoint import Offloadable
 from jax.core import Tracer
 from jax.extend.core import Primitive, Var, get_opaque_trace_state
 from jax.extend.random import threefry_2x32
@@ -369,14 +370,38 @@ class SaveWhere:
     Equal ones compare equal, so that equal calls share a trace.
 
     Args:
-      saves: a function of a `Saveable`.
+      saves: a function of a `Saveable`; `TO_HOST` keeps the result in the host's memory.
     """
 
-    saves: Callable[[Saveable], bool]
+    saves: Callable[[Saveable], bool | Offloadable]
 
-    def __call__(self, prim: Any, *avals: Any, **params: Any) -> bool:
+    def __call__(self, prim: Any, *avals: Any, **params: Any) -> bool | Offloadable:
         """JAX's protocol."""
         return self.saves(Saveable(prim.name, avals, params))
+
+
+TO_HOST = Offloadable(src="device", dst="pinned_host")
+"""A policy's answer: the result is sent to the host's memory, and back before the backward reads it. XLA:CPU drops both copies."""
+
+
+@dataclass(frozen=True)
+class TellsHost:
+    """A policy for `jax.checkpoint`, which tells when it first sends a result to another memory.
+
+    Args:
+      policy: of JAX's, or the user's.
+      told: is called with the name of the result or of its operation; it may refuse by an error.
+    """
+
+    policy: Callable[..., Any]
+    told: Callable[[str], None]
+
+    def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
+        """JAX's protocol."""
+        found = self.policy(prim, *avals, **params)
+        if isinstance(found, Offloadable):
+            self.told(str(params.get("name", prim.name)))
+        return found
 
 
 # --------------------------------------------------------------------------------------------------

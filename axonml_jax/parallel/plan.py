@@ -355,7 +355,7 @@ def _chosen(value: Any) -> Iterator[tuple[str, Any]]:
 Remat = Literal["full", "selective"] | Sequence[str] | Callable[..., Any] | Mapping[str, Any] | Any | None
 """What the backward recomputes: nothing (in scans and pipelines, where it lies apart from its forward, what is elementwise);
 all of a unit from its inputs; or all but the results of weight multiplications, which are most of the work and a small part
-of the memory (Korthikanti et al. 2022)."""
+of the memory (Korthikanti et al. 2022). Values in host memory are named behind "host:"."""
 
 Kernels = Literal["auto", "xla", "interpret"]
 """How norms, GELU and cross entropy of the library's layers are computed: by kernels on GPUs where they apply; never so; or by
@@ -439,8 +439,9 @@ class Plan:
         gathered for the update.
       offload: what rests in host memory.
       remat: what the backward recomputes, unit by unit: None, "full", "selective" (all but weight multiplications), or all but
-        what is named: regular expressions of names (`checkpoint_name`) and paths of weights that products read; a policy of
-        `jax.checkpoint_policies`; or what each unit keeps, as `memory` chooses it. Sums over ranks are kept.
+        what is named: regular expressions of names (`checkpoint_name`) and paths of weights that products read, behind "host:"
+        for what units in a loop send to host memory; a policy of `jax.checkpoint_policies`; or what each unit keeps, as
+        `memory` chooses it. Sums over ranks are kept.
       memory: bytes of a device that a step may have ("76GiB"), or a share of it (0.9): what each unit keeps is found so that
         the step fits and repeats least. The compiled step is measured, and refused where it does not fit.
       batch_stats: "global" joins BatchNorm statistics over all ranks and keeps buffers equal; "local" leaves every rank
@@ -576,6 +577,8 @@ class Plan:
             return []
         rules = {
             "stages are split by the model's own layers only: leave partition out": self.partition is not None,
+            f"stages keep alike, in slots of the device's memory, and take remat=None, 'selective' or 'full', not "
+            f"{self.remat!r}: take one of these, or memory=": not is_one_of(self.remat, (None, "full", "selective")),
             "sync_strategy=NO_SYNC lets every rank train a model of its own, and the stages share one: use another": (
                 self.independent
             ),

@@ -1,15 +1,16 @@
-"""What a plan keeps, unit by unit: by names, by a budget of bytes, or as chosen before. `units.py` runs it."""
+"""What a plan keeps, and where, unit by unit: by names, by a budget of bytes, or as chosen before. `units.py` runs it."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import jax
 
-from axonml_jax.base import aligned, size_in_words
-from axonml_jax.compat.order import SaveWhere
+from axonml_jax.base import aligned, size_in_words, warn
+from axonml_jax.compat.order import SaveWhere, TellsHost, platform_around
 from axonml_jax.program.program import rule_of
 from axonml_jax.program.recompute import (
     KEEP,
@@ -31,6 +32,12 @@ from axonml_jax.program.recompute import (
 EVERYTHING = "everything"
 """What a unit keeps that is not recomputed, in a configuration."""
 
+HOST = "host:"
+"""What stands before a label, or a regular expression of labels, of values that are kept in the host's memory."""
+
+INPUT = "input"
+"""The label of what a trip of a loop is given by the one before it: in a transformer the residual stream."""
+
 
 @dataclass(frozen=True)
 class UnitChoice:
@@ -42,9 +49,11 @@ class UnitChoice:
         None: whatever the backward reads.
       again: labels of values that are made again.
       trips: how many times it runs, in a scan.
-      bytes: kept, in all trips, beside what it is given.
+      bytes: kept on the device, in all trips, beside what it is given.
       flops: of products that are done twice, in all trips.
       seconds: of what is done twice, in all trips.
+      host: labels of values that are kept in the host's memory, and brought back a trip ahead.
+      away: bytes of these, in all trips.
     """
 
     name: str
@@ -54,6 +63,8 @@ class UnitChoice:
     bytes: int = field(default=0, compare=False)
     flops: int = field(default=0, compare=False)
     seconds: float = field(default=0.0, compare=False)
+    host: tuple[str, ...] = ()
+    away: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -75,13 +86,20 @@ class Recompute:
 
     @classmethod
     def of(cls, named: Mapping[str, Any]) -> "Recompute":
-        """What a configuration says: the unit's path -> labels, or "everything"."""
-        one = lambda keep: None if keep == EVERYTHING else tuple(keep)
-        return cls(tuple(UnitChoice(name, one(keep)) for name, keep in named.items()))
+        """What a configuration says: the unit's path -> labels, "host:" before those of values in host memory; or "everything"."""
+
+        def one(name: str, keep: Any) -> UnitChoice:
+            if keep == EVERYTHING:
+                return UnitChoice(name, None)
+            here, away = _divided(keep)
+            return UnitChoice(name, here, host=away)
+
+        return cls(tuple(one(name, keep) for name, keep in named.items()))
 
     def to_dict(self) -> dict[str, Any]:
         """As `of` takes it."""
-        return {unit.name: EVERYTHING if unit.keep is None else list(unit.keep) for unit in self.units}
+        labels = lambda unit: [*unit.keep, *(HOST + label for label in unit.host)]
+        return {unit.name: EVERYTHING if unit.keep is None else labels(unit) for unit in self.units}
 
     @property
     def flops(self) -> int:
@@ -95,7 +113,7 @@ class Recompute:
 
     def __str__(self) -> str:
         rows = []
-        alike = lambda unit: (unit.keep, unit.again, unit.trips, unit.bytes, unit.flops)
+        alike = lambda unit: (unit.keep, unit.host, unit.again, unit.trips, unit.bytes, unit.flops)
         for _, group in groupby(self.units, alike):
             first, *others = group
             name = f"{first.name} .. {others[-1].name}" if others else first.name
@@ -104,33 +122,70 @@ class Recompute:
                 (
                     name + (f" x {first.trips}" if first.trips > 1 else ""),
                     EVERYTHING if first.keep is None else _in_words(first.keep),
+                    _in_words(first.host),
                     _in_words(first.again),
                     size_in_words(number * first.bytes),
+                    size_in_words(number * first.away),
                     f"{number * first.flops:,}",
                     f"{number * first.seconds:.3g}",
                 )
             )
-        return aligned(["unit", "kept", "again", "bytes", "FLOPs", "seconds"], rows, left=3)
+        heads = ["unit", "kept", "on the host", "again", "bytes", "host bytes", "FLOPs", "seconds"]
+        if not any(unit.host for unit in self.units):
+            heads, rows = [heads[i] for i in _ON_DEVICE], [[row[i] for i in _ON_DEVICE] for row in rows]
+        return aligned(heads, rows, left=heads.index("bytes"))
 
     def choice(self, units: "Sequence[Unit]") -> "Recompute":
         """Itself, for a program that has these units.
 
         Raises:
-          ValueError: naming units and labels that are not there.
+          ValueError: naming units and labels that are not there, and units outside of loops that send to the host.
         """
         there, own = [unit.name for unit in units], {unit.name: unit for unit in self.units}
         missing = [name for name in own if name not in there]
+        told = {name: {*(unit.keep or ()), *unit.host} - {KERNELS} for name, unit in own.items()}
         unknown = {
-            unit.name: wrong
-            for unit in units
-            if unit.name in own and (wrong := set(own[unit.name].keep or ()) - set(unit.labels))
+            unit.name: wrong for unit in units if unit.name in own and (wrong := told[unit.name] - set(unit.labels))
         }
         if missing or unknown:
             raise ValueError(
                 f"remat names units {missing} and values {unknown} that this program lacks; it has the units {there}, with the "
                 f"values {sorted({label for unit in units for label in unit.labels})}: choose again with memory="
             )
-        return replace(self, units=tuple(own.get(name, UnitChoice(name, None)) for name in there))
+        return _sent_in_loops(replace(self, units=tuple(own.get(name, UnitChoice(name, None)) for name in there)), units)
+
+
+_ON_DEVICE = (0, 1, 3, 4, 6, 7)
+"""Columns of a table of units of which none sends to the host."""
+
+
+def _divided(rules: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What is kept on the device, and what on the host, without the prefix."""
+    away = tuple(rule.removeprefix(HOST) for rule in rules if rule.startswith(HOST))
+    return tuple(rule for rule in rules if not rule.startswith(HOST)), away
+
+
+def _sent_in_loops(found: Recompute, units: "Sequence[Unit]") -> Recompute:
+    """The choice, where units that send to the host are loops.
+
+    Raises:
+      ValueError: naming those that are not.
+    """
+    sending = [choice.name for choice in found.units if choice.host]
+    if wrong := [unit.name for unit in units if unit.name in sending and unit.plain]:
+        raise ValueError(
+            f"remat sends values of the units {wrong} to the host, and these are no loops: XLA then holds more of the device's "
+            "memory than where values are kept. Loop over the blocks (scan_layers=True, nnx.scan), or keep them on the device"
+        )
+    if sending:
+        say_where(f"remat sends values of the units {sending} to the host")
+    return found
+
+
+def say_where(what: str) -> None:
+    """Warn where nothing is sent to the host, whatever a policy says."""
+    if platform_around() == "cpu":
+        warn(f"{what}: XLA for CPUs drops that, and they stay where they are")
 
 
 def _in_words(labels: Sequence[str]) -> str:
@@ -150,7 +205,8 @@ class Unit:
 
     Attributes:
       name: the path of its module.
-      labels: of the values that it may keep.
+      labels: of the values that it may keep, or send to the host.
+      given: bytes of one trip's, by label, of what it is given and may send.
       kind: equal for units that are alike.
       work: for `graph_of`: what one trip does, what it is given, and what of it has a gradient.
       trips: how many times it runs.
@@ -161,6 +217,7 @@ class Unit:
 
     name: str
     labels: tuple[str, ...]
+    given: Mapping[str, int]
     kind: Any
     work: tuple[Callable, Sequence[Any], Sequence[int]]
     trips: int
@@ -171,7 +228,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class ByNames:
-    """Keeps the values whose labels, alone or behind the path of their unit, some regular expression finds."""
+    """Keeps the values whose labels, alone or behind the path of their unit, some regular expression finds.
+
+    What expressions behind "host:" find is kept in the host's memory, even where others find it too.
+    """
 
     rules: tuple[str, ...]
 
@@ -179,17 +239,23 @@ class ByNames:
         """What each unit keeps.
 
         Raises:
-          ValueError: for an expression that finds nothing.
+          ValueError: for an expression that finds nothing, or sends a unit's values to the host that is no loop.
         """
+        here, away = _divided(self.rules)
         found = lambda rule, unit, label: re.search(rule, label) or re.search(rule, f"{unit.name}/{label}")
-        idle = [rule for rule in self.rules if not any(found(rule, u, label) for u in units for label in u.labels)]
+        idle = [rule for rule in (*here, *away) if not any(found(rule, u, label) for u in units for label in u.labels)]
         if idle:
             every = sorted({label for unit in units for label in unit.labels})
             raise ValueError(f"remat={list(self.rules)}: {idle} finds none of the values {every}")
-        keep = lambda unit: tuple(
-            label for label in unit.labels if any(found(rule, unit, label) for rule in self.rules)
-        )
-        return Recompute(tuple(UnitChoice(unit.name, keep(unit)) for unit in units))
+        some = lambda unit, rules: [label for label in unit.labels if any(found(rule, unit, label) for rule in rules)]
+
+        def one(unit: Unit) -> UnitChoice:
+            host = some(unit, away)
+            return UnitChoice(
+                unit.name, tuple(label for label in some(unit, here) if label not in host), host=tuple(host)
+            )
+
+        return _sent_in_loops(Recompute(tuple(map(one, units))), units)
 
 
 class WithinBytes:
@@ -218,24 +284,51 @@ class WithinBytes:
         pieces = [Piece(own, u.trips, u.entering, u.grads) for u, own in zip(units, fronts, strict=True)]
         chosen = choose(pieces, self.allowance)
         if chosen is None:  # what keeps nothing holds least
-            chosen = [min(own, key=lambda price: (price.keep is None, len(price.keep or ()))) for own in fronts]
+            held = lambda piece, price: (price.keep is None, len(price.keep or ()), piece.trips * price.kept + price.fullest)
+            chosen = [min(piece.front, key=partial(held, piece)) for piece in pieces]
         self.found = Recompute(tuple(map(_chosen, units, chosen)), peak(pieces, chosen))
         return self.found
 
 
 def _chosen(unit: Unit, price: Price) -> UnitChoice:
     keep = None if price.keep is None else tuple(label for label in (*unit.labels, KERNELS) if label in price.keep)
-    again = () if keep is None else tuple(label for label in unit.labels if label not in keep)
+    host = tuple(label for label in unit.labels if label in price.host)
+    made = [label for label in unit.labels if label not in unit.given]
+    again = () if keep is None else tuple(label for label in made if label not in keep and label not in host)
     n = unit.trips
-    return UnitChoice(unit.name, keep, again, n, n * price.kept, n * price.flops, n * price.seconds)
+    here = price.kept + sum(unit.given.get(label, 0) for label in host)
+    return UnitChoice(
+        unit.name, keep, again, n, n * here, n * price.flops, n * price.seconds, host=host, away=n * price.away
+    )
 
 
-def transform(keep: tuple[str, ...] | None, *, apart: bool) -> Callable[[Callable], Callable]:
+def transform(choice: UnitChoice, *, apart: bool) -> Callable[[Callable], Callable]:
     """What keeping these values makes of the function of a unit."""
-    if keep is None:
+    if choice.keep is None:
         return lambda work: work
-    policy = SaveWhere(Keeps(frozenset(keep)))
+    policy = SaveWhere(Keeps(frozenset(choice.keep), frozenset(choice.host)))
     return lambda work: jax.checkpoint(work, policy=policy, prevent_cse=not apart)
+
+
+def by_policy(policy: Any, *, loop: bool) -> Callable[[Callable], Callable]:
+    """What a policy of JAX's, or the user's, makes of the function of a unit.
+
+    Warns where the policy sends values to the host and they are not sent, or take more memory so.
+    """
+    said: list[str] = []
+
+    def told(name: str) -> None:
+        if said:
+            return
+        said.append(name)
+        say_where(f"remat's policy sends {name!r} to the host")
+        if not loop and platform_around() == "tpu":
+            warn(
+                f"remat's policy sends {name!r} to the host in a unit that is no loop: XLA for TPUs then holds more of the "
+                "chip's memory than where values are kept. Loop over the blocks (scan_layers=True, nnx.scan)"
+            )
+
+    return lambda work: jax.checkpoint(work, policy=TellsHost(policy, told), prevent_cse=not loop)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -262,7 +355,7 @@ def chosen(remat: Any, cut: Any, parts: Sequence[Any], names: Sequence[str], gra
         named.append(part)
         units.append(unit)
     found = remat.choice(units).units
-    return named, [transform(choice.keep, apart=not unit.plain) for choice, unit in zip(found, units, strict=True)]
+    return named, [transform(choice, apart=not unit.plain) for choice, unit in zip(found, units, strict=True)]
 
 
 def _named(cut: Any, i: int, part: Any, names: Sequence[str], grads: Sequence[int], seen: set[int]) -> tuple[Any, Unit]:
@@ -274,20 +367,21 @@ def _named(cut: Any, i: int, part: Any, names: Sequence[str], grads: Sequence[in
     else:
         paths = {cut.program.inputs[weight]: names[weight] for weight in segment.weights}
     prefix = _common(list(paths.values())) or f"part {i}"
-    named = _labels(body, {number: path.removeprefix(prefix).strip("/") for number, path in paths.items()})
+    carry = range(part.num_consts, part.num_consts + part.num_carry) if loop else ()
+    carried = [part.inner[k] for k in carry]
+    named = _labels(body, {number: path.removeprefix(prefix).strip("/") for number, path in paths.items()}, carried)
     body = replace(body, names={number: KEEP + label for number, label in named.items()})
     fresh = [number for number in segment.inputs if number not in seen and number not in cut.program.inputs]
     seen.update(fresh)
     entering = sum(map(_size, (cut.program.avals[number] for number in fresh)))
     trips = int(part.options["length"]) if loop else 1
-    if loop:
-        entering += trips * sum(
-            _size(body.avals[part.inner[k]]) for k in range(part.num_consts, part.num_consts + part.num_carry)
-        )
+    entering += trips * sum(_size(body.avals[number]) for number in carried)
     last = [w for w in (*segment.weights, *segment.scanned.values()) if cut.first.get(w, i) == i]
     user = [each.op.label for each in body.equations if each.name == "name" and not each.op.label.startswith("axonml.")]
     unit = Unit(
-        name=prefix, labels=tuple(dict.fromkeys((*named.values(), *user))), kind=_kind(body, named, loop), work=body.work(),
+        name=prefix, labels=tuple(dict.fromkeys((*named.values(), *user))),
+        given={named[number]: _size(body.avals[number]) for number in carried if number in named},
+        kind=_kind(body, named, loop), work=body.work(),
         trips=trips, plain=not loop, entering=entering, grads=sum(grads[w] for w in last),
     )  # fmt: skip
     return (replace(part, body=body) if loop else body), unit
@@ -304,14 +398,21 @@ def _common(paths: Sequence[str]) -> str:
     return "/".join(same)
 
 
-def _labels(body: Any, paths: Mapping[int, str]) -> dict[int, str]:
-    """A label of every value that may be kept: of a product the path of its weight, of all others the operation."""
+def _labels(body: Any, paths: Mapping[int, str], carried: Sequence[int]) -> dict[int, str]:
+    """A label of every value that may be kept: of a product the path of its weight, of all others the operation.
+
+    What trips hand on, with a gradient, has one too, if the work reads it: it may go to the host.
+    """
     made_of = dict(paths)
     for each in body.prelude.equations:
         if origin := next((made_of[number] for number in each.read if number in made_of), None):
             made_of |= dict.fromkeys(each.outputs, origin)
     found: dict[int, str] = {}
     count: dict[str, int] = {}
+    for number in carried:
+        if number in body.inputs and number in body.prelude.varied:
+            count[INPUT] = count.get(INPUT, 0) + 1
+            found[number] = INPUT if count[INPUT] == 1 else f"{INPUT}:{count[INPUT]}"
     for each in body.equations:
         if rule_of(each.name).kind not in _NAMED and not each.name.startswith("custom_"):
             continue

@@ -26,6 +26,7 @@ from axonml_jax.program.cut import (
     all_but_elementwise,
     cut,
     mark,
+    named,
     prelude_of,
     products_and_sums,
     run_named,
@@ -211,8 +212,13 @@ class Body:
     def apply(self, weights: Values, inputs: Values) -> Values:
         """The outputs."""
         env = {number: inputs[number] for number in self.inputs} | self.prelude.apply(weights)
-        run_named(self.equations, env, self.names)
+        self._run(env)
         return {number: env[number] for number in self.outputs}
+
+    def _run(self, env: Values) -> None:
+        """The work, on values some of which get names for checkpoint policies: of what it is given, and of what it makes."""
+        env |= {number: named(env[number], self.names[number]) for number in self.inputs if number in self.names}
+        run_named(self.equations, env, self.names)
 
     def work(self) -> tuple[Callable, Sequence[Any], Sequence[int]]:
         """It as a function of a list, the shapes that it is given, and which of them have a gradient: for `graph_of`."""
@@ -235,7 +241,7 @@ class Body:
 
         def work(*values):
             inner = env | dict(zip(moving, values, strict=True))
-            run_named(self.equations, inner, self.names)
+            self._run(inner)
             outputs = {number: inner[number] for number in self.outputs}
             varied = [outputs[number] for number in self._varied_outputs]
             return varied, {number: value for number, value in outputs.items() if number not in self._varied}
@@ -661,13 +667,10 @@ def transforms_of(
     """
     if isinstance(remat, str) or remat is None:
         return parts, [transform_of(remat, apart=isinstance(part, UnitLoop)) for part in parts]
-    if callable(remat):
-        policy: Any = remat
-        return parts, [
-            partial(jax.checkpoint, policy=policy, prevent_cse=not isinstance(part, UnitLoop)) for part in parts
-        ]
-    from axonml_jax.parallel.recompute import ByNames, chosen
+    from axonml_jax.parallel.recompute import ByNames, by_policy, chosen
 
+    if callable(remat):
+        return parts, [by_policy(remat, loop=isinstance(part, UnitLoop)) for part in parts]
     require_policies()
     return chosen(ByNames(remat) if isinstance(remat, tuple) else remat, pieces, parts, names, grads)
 

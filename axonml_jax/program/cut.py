@@ -147,7 +147,7 @@ def _named_results(names: Mapping[int, str], equation: Equation, operands: Seque
     if names:
         own = [names.get(number) for number in equation.outputs]
         made = op.bind(operands) if any(own) else None
-        return made and [_named(value, name) if name else value for value, name in zip(made, own, strict=True)]
+        return made and [named(value, name) if name else value for value, name in zip(made, own, strict=True)]
     weighs = op.name == "conv_general_dilated" or (op.name == "dot_general" and not any(op.contraction.batched))
     if not is_redone(op.name) and any(
         jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in (*op.given, *op.made)
@@ -157,10 +157,11 @@ def _named_results(names: Mapping[int, str], equation: Equation, operands: Seque
         name = PRODUCTS
     else:
         return None
-    return [_named(value, name) for value in op.bind(operands)]
+    return [named(value, name) for value in op.bind(operands)]
 
 
-def _named(value: Any, name: str) -> Any:
+def named(value: Any, name: str) -> Any:
+    """A value with a name for checkpoint policies; a complex one with its parts named."""
     if not jnp.iscomplexobj(value):
         return checkpoint_name(value, name)
     return jax.lax.complex(checkpoint_name(value.real, name), checkpoint_name(value.imag, name))

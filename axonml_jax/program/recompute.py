@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from axonml_jax.compat.jaxpr import live, trace
-from axonml_jax.compat.order import Saveable
+from axonml_jax.compat.order import TO_HOST, Offloadable, Saveable
 from axonml_jax.program.cut import is_sum, sums
 from axonml_jax.program.program import Equation, Program, forward, names_of, read_program, rule_of
 
@@ -29,11 +29,13 @@ class Rates(NamedTuple):
       flops: of products.
       bandwidth: bytes to and from its memory.
       link: bytes to and from other devices.
+      host: bytes to its host's memory, and as many back at once; 0: nothing is sent there.
     """
 
     flops: float
     bandwidth: float
     link: float
+    host: float = 0.0
 
 
 class Price(NamedTuple):
@@ -41,10 +43,12 @@ class Price(NamedTuple):
 
     Attributes:
       keep: labels of what is kept; None: whatever the backward reads, as without recomputation.
-      kept: bytes that stay from the forward to the backward.
-      fullest: bytes that the backward holds beside them at its fullest, what is made again among them.
+      kept: bytes that stay on the device from the forward to the backward; less what it is given, where that is sent away.
+      fullest: bytes that the backward holds beside them at its fullest, what is made again or came back among them.
       flops: of products that are done twice.
-      seconds: of all that is done twice.
+      seconds: of all that is done twice, and of reading and writing what is sent to the host.
+      host: labels of what is kept in the host's memory.
+      away: bytes that stay there.
     """
 
     keep: frozenset[str] | None
@@ -52,18 +56,27 @@ class Price(NamedTuple):
     fullest: int
     flops: int
     seconds: float
+    host: frozenset[str] = frozenset()
+    away: int = 0
 
 
 @dataclass(frozen=True)
 class Keeps:
-    """Whether a result is kept, where values of these labels are, as `SaveWhere` asks. Sums over ranks always are."""
+    """Whether a result is kept, where values of these labels are, as `SaveWhere` asks. Sums over ranks always are.
+
+    Attributes:
+      labels: of what is kept on the device.
+      host: of what is kept in the host's memory.
+    """
 
     labels: frozenset[str]
+    host: frozenset[str] = frozenset()
 
-    def __call__(self, result: Saveable) -> bool:
+    def __call__(self, result: Saveable) -> bool | Offloadable:
         """The answer."""
         if (name := result.given_name) is not None:
-            return name.removeprefix(KEEP) in self.labels
+            label = name.removeprefix(KEEP)
+            return TO_HOST if label in self.host else label in self.labels
         return sums(result) or (KERNELS in self.labels and any(map(_opaque, result.made_by)))
 
 
@@ -121,12 +134,22 @@ class Graph:
         """Of the values with a label."""
         return sum(self.sizes[number] for number in self.labels[label])
 
-    def price(self, keep: frozenset[str] | None, rates: Rates) -> Price:
-        """Of one set."""
+    @cached_property
+    def given(self) -> frozenset[str]:
+        """Labels of what the work is given: it is there whatever is chosen, unless it is sent to the host."""
+        return frozenset(label for label, numbers in self.labels.items() if self.always.issuperset(numbers))
+
+    def forward_seconds(self, rates: Rates) -> float:
+        """That the forward takes."""
+        return sum(_seconds(op, rates) for op in self.ops[: self.backward])
+
+    def price(self, keep: frozenset[str] | None, rates: Rates, host: frozenset[str] = frozenset()) -> Price:
+        """Of one set of values that are kept on the device, and another one of those that are sent to the host."""
         if keep is None:
             kept = sum(self.sizes[number] for number in self.read - self.always)
             return Price(None, kept, self._fullest((), self.read | self.always), 0, 0.0)
-        stop = self.always | self.sums | {number for label in keep for number in self.labels[label]}
+        sent = {number for label in host for number in self.labels[label]}
+        stop = self.always | self.sums | sent | {number for label in keep for number in self.labels[label]}
         again, found, used = set(), list(self.read), set()
         while found:
             number = found.pop()
@@ -135,14 +158,14 @@ class Graph:
             elif (maker := self._maker[number]) not in again:
                 again.add(maker)
                 found += self.ops[maker].reads
-        kept = sum(self.sizes[number] for number in used - self.always)
+        sent &= used
+        away = sum(self.sizes[number] for number in sent)
+        kept = sum(self.sizes[number] for number in used - self.always) - away
         ops = [self.ops[i] for i in sorted(again)]
         flops = sum(op.flops for op in ops)
-        seconds = sum(
-            op.flops / rates.flops + op.sent / rates.link + (0 if op.fuses else op.moved / rates.bandwidth)
-            for op in ops
-        )
-        return Price(keep, kept, self._fullest(sorted(again), used), flops, seconds)
+        seconds = sum(_seconds(op, rates) for op in ops) + 2 * away / rates.bandwidth
+        fullest = self._fullest(sorted(again), used) + AHEAD * away
+        return Price(keep, kept, fullest, flops, seconds, host, away)
 
     def _fullest(self, again: Iterable[int], there: Collection[int]) -> int:
         """Bytes at the fullest moment of a backward that does some operations again, beside what is there."""
@@ -161,6 +184,14 @@ class Graph:
             most = max(most, live - (ended if op.fuses else 0))  # written in the place of what it reads last
             live -= ended
         return most
+
+
+AHEAD = 2
+"""Trips of a loop whose values are back from the host at once: the one at work, and the next one."""
+
+
+def _seconds(op: _Op, rates: Rates) -> float:
+    return op.flops / rates.flops + op.sent / rates.link + (0 if op.fuses else op.moved / rates.bandwidth)
 
 
 def graph_of(work: Callable[..., Sequence[Any]], given: Sequence[Any], moving: Sequence[int]) -> Graph:
@@ -299,10 +330,10 @@ def front(graph: Graph, rates: Rates, *, plain: bool) -> list[Price]:
     Args:
       graph: of the work.
       rates: of the device.
-      plain: whether keeping whatever the backward reads is to be had.
+      plain: whether keeping whatever the backward reads is to be had; else the work is a loop's, and may send to the host.
     """
     price = functools.cache(partial(graph.price, rates=rates))
-    large = sorted(graph.labels, key=graph.bytes_of, reverse=True)
+    large = sorted(graph.labels.keys() - graph.given, key=lambda label: (-graph.bytes_of(label), label))
     together = [frozenset((label,)) for label in large[:MOST_LABELS]]
     together += [frozenset(large[MOST_LABELS:])] if large[MOST_LABELS:] else []
     found = [price(None)] if plain else []
@@ -318,7 +349,23 @@ def front(graph: Graph, rates: Rates, *, plain: bool) -> list[Price]:
         found = _best(found)
         known = {each.keep for each in found}
         found += [price(keep) for keep in {n for own in found for n in _neighbours(own.keep, together)} - known]
+    if not plain and rates.host:
+        found += [more for each in _best(found) for more in _sending(graph, rates, each)]
     return _best(found)
+
+
+def _sending(graph: Graph, rates: Rates, price: Price) -> Iterator[Price]:
+    """A set with more and more of it in the host's memory, as long as what is sent is there when the next trip's follows.
+
+    That is as much as the link takes in the time of a forward: the backward, which brings it back, takes longer.
+    """
+    limit = rates.host * graph.forward_seconds(rates)
+    keep, host, away = price.keep or frozenset(), frozenset[str](), 0
+    for label in sorted((keep | graph.given) - {KERNELS}, key=lambda label: (-graph.bytes_of(label), label)):
+        size = graph.bytes_of(label)
+        if size and away + size <= limit:
+            keep, host, away = keep - {label}, host | {label}, away + size
+            yield graph.price(keep, rates, host)
 
 
 def _neighbours(keep: frozenset[str] | None, together: Sequence[frozenset[str]]) -> Iterator[frozenset[str]]:
@@ -362,7 +409,7 @@ class Piece(NamedTuple):
     """One piece of a program, in the order of its forward.
 
     Attributes:
-      front: what it may keep; the same list for pieces that are alike.
+      front: what it may keep, and where; the same list for pieces that are alike.
       trips: how many times it runs, each keeping as much.
       entering: bytes of what it is given and the backward reads, whatever is chosen.
       grads: bytes of gradients that its backward leaves until the end.

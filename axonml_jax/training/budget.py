@@ -17,8 +17,13 @@ from axonml_jax.training.compile import Compiled
 
 logger = logging.getLogger(__name__)
 
-_RATES = {"cpu": Rates(1e11, 2e10, 1e10), "gpu": Rates(5e14, 3e12, 2e11), "tpu": Rates(2e14, 1e12, 1e11)}
-"""Of devices by platform, in round numbers: only how work compares with traffic decides."""
+_RATES = {
+    "cpu": Rates(1e11, 2e10, 1e10),
+    "gpu": Rates(5e14, 3e12, 2e11, host=5.5e10),
+    "tpu": Rates(2e14, 1e12, 1e11, host=1.5e10),
+}
+"""Of devices by platform, in round numbers: only how work compares with traffic decides. XLA for CPUs sends nothing to a host;
+the others' `host` is as in the planner's table of hardware, which names the sources."""
 
 _NEAR = 0.95
 """A step that fills so much of its budget, or repeats nothing, is not chosen again."""
