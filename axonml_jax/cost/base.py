@@ -240,6 +240,7 @@ class Run:
       roles: of the mesh's axes, or of several that one strategy owns.
       microbatches: per update and rank.
       full, selective: 1 where the backward recomputes that much, else 0; between them where it does so in a part of the blocks.
+      sends: whether blocks in a loop keep in the host's memory what the link takes meanwhile.
       pipelined: whether stages lie along `pipe`.
       gathers: how often a pipeline gathers its stages in its ticks; None: once per step.
       kernels: whether kernels of this library's compute norms, activations and cross entropy where they apply.
@@ -251,6 +252,7 @@ class Run:
     microbatches: Many
     full: Many = 0
     selective: Many = 0
+    sends: bool = False
     pipelined: bool = False
     gathers: Many | None = None
     copies: Many = 0

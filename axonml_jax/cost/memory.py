@@ -52,6 +52,7 @@ from axonml_jax.layers.kernels import PLATFORMS, kernel_of, shape_obstacles, wor
 from axonml_jax.layers.pieces import block_for
 from axonml_jax.parallel.plan import CPUOffload, Plan
 from axonml_jax.pipeline.schedules import AXIS
+from axonml_jax.program.recompute import AHEAD
 
 # --------------------------------------------------------------------------------------------------
 # Activation bytes of a decoder: what a block keeps for its backward, and what loss and head need at their fullest.
@@ -66,6 +67,7 @@ class BlockActivations:
       kept: what one block keeps until its backward.
       rebuilt: what one block holds while it is recomputed (0 where nothing is).
       boundary: the activation between two blocks.
+      sent: of what is kept, what is in the host's memory meanwhile.
       head: logits, their gradient and what the loss makes of them, at their fullest.
       others: what attention holds of other ranks' positions while it computes, and of their gradients, or experts of a round.
     """
@@ -75,6 +77,12 @@ class BlockActivations:
     boundary: Many
     head: Many
     others: Many = 0
+    sent: Many = 0
+
+
+SENDS = {"tpu": 6.5e-5, "cuda": 1.1e-4}
+"""Bytes that a device sends to its host, and takes back, for a FLOP that it computes meanwhile, by platform: the least of the
+planner's table of hardware at half of the peak FLOP/s. XLA for CPUs sends none."""
 
 
 def block_activations(
@@ -148,7 +156,14 @@ def block_activations(
     others = most(others, 0 if experts is None else experts.held(itemsize))
     # In one pass logits and their gradient are in 16 bits; XLA's own cross entropy has one of them in float32.
     of_logit = itemsize + (2 * wide if not one_pass else itemsize if run.kernels else wide)
-    return BlockActivations(kept, rebuilt, boundary, tokens * words * of_logit, others)
+    sent = least(kept, divided(tokens * _sent(config, length, platform), inside)) if apart and run.sends else 0
+    return BlockActivations(kept, rebuilt, boundary, tokens * words * of_logit, others, sent)
+
+
+def _sent(config: DecoderLike, length: int, platform: str | None) -> int:
+    """Bytes per token that go to the host while one block computes its forward."""
+    of_blocks = config.flops_per_token(length) - 6 * config.hidden_size * config.vocab_size
+    return int(SENDS.get(platform or "", 0.0) * of_blocks / 3 / config.num_layers)
 
 
 def _sums(config: DecoderLike, degrees: Mapping[str, Many], boundary: Many, selective: Many) -> Many:
@@ -286,6 +301,7 @@ class Memory:
       padding: zeros that make leaves divide, in parameters and optimizer.
       batch: the rank's rows.
       host: bytes of all these that rest in host memory instead.
+      sent: bytes kept for the backward in host memory, which are in none of the others.
     """
 
     parameters: Many = 0
@@ -298,6 +314,7 @@ class Memory:
     padding: Many = 0
     batch: Many = 0
     host: Many = 0
+    sent: Many = 0
 
     @property
     def arguments(self) -> Many:
@@ -410,7 +427,7 @@ def whole_of_stages(reads: Many, sums: Many) -> Many:
 
 def memory(
     weights: Weights, ranks: Sequence[ShardCounts], run: Run, *, activations: Many, pipeline: Many, whole: Many, moments: int,
-    batch: Many, offload: CPUOffload,
+    batch: Many, offload: CPUOffload, sent: Many = 0,
 ) -> Memory:  # fmt: skip
     """Memory of the rank that holds most; a pipeline's ranks all allocate what the fullest needs.
 
@@ -423,12 +440,13 @@ def memory(
       moments: optimizer values per parameter.
       batch: bytes of a rank's rows.
       offload: what rests on the host.
+      sent: of activations, what is there.
     """
     each = [states(weights, parts, run, moments) for parts in ranks]
     held = {kind: most(*(own[kind] for own in each)) for kind in each[0]}
     return Memory(
-        **held, activations=activations, gathered=whole, pipeline=pipeline, batch=batch, host=on_host(held, offload)
-    )
+        **held, activations=activations, gathered=whole, pipeline=pipeline, batch=batch, host=on_host(held, offload), sent=sent,
+    )  # fmt: skip
 
 
 def on_host(held: Mapping[str, Many], offload: CPUOffload) -> Many:
@@ -438,8 +456,12 @@ def on_host(held: Mapping[str, Many], offload: CPUOffload) -> Many:
 
 
 def of_blocks(blocks: Many, block: BlockActivations) -> Many:
-    """Activations of a rank's blocks, and the head's or of a block that is recomputed and reads other ranks' positions."""
-    return blocks * block.kept + most(block.head, block.rebuilt + block.others)
+    """Activations of a rank's blocks, and the head's or of a block that is recomputed and reads other ranks' positions.
+
+    Of what is sent to the host some trips' are back.
+    """
+    here = blocks * (block.kept - block.sent)
+    return here + most(block.head, block.rebuilt + block.others + AHEAD * block.sent)
 
 
 def of_ticks(blocks: Many, ticks: TickCounts, block: BlockActivations) -> tuple[Many, Many]:
@@ -619,13 +641,15 @@ def held(step: Step, *, moments: int, offload: CPUOffload, in_ticks: bool) -> Me
     )
     if step.ticks is None:
         activations, pipeline = of_blocks(step.model.num_layers, block), 0
+        sent = step.model.num_layers * block.sent
         whole = gathered(step.weights, step.ranks[0], step.run)
     else:
         activations, pipeline = of_ticks(step.stage_blocks, step.ticks, block)
+        sent = 0
         whole = most(*(read_by_stages(step.weights, parts, step.chunks, in_ticks) for parts in step.ranks))
     return memory(
         step.weights, step.ranks, step.run, activations=activations, pipeline=pipeline, whole=whole, moments=moments,
-        batch=batch_bytes(step.rows, step.positions, step.documents), offload=offload,
+        batch=batch_bytes(step.rows, step.positions, step.documents), offload=offload, sent=sent,
     )  # fmt: skip
 
 

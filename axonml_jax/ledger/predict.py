@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import jax.numpy as jnp
 
-from axonml_jax.base import bytes_meant, lines, section
+from axonml_jax.base import bytes_meant, lines, section, size_in_words
 from axonml_jax.cost.base import LATER, Flow, Run, ShardCounts, TickCounts, merged, splitting
 from axonml_jax.cost.decoder import Amount, DecoderLike, exact, layer_degrees, problems
 from axonml_jax.cost.flows import (
@@ -348,7 +348,7 @@ def sent_by_axes(prediction: Drawn) -> dict[str, dict[str, float]]:
 def _memory(axes: Any, prediction: Drawn, budget: float | None) -> None:
     """What rests, then what the fullest moment adds; kinds may have their largest moments at different times."""
     held = prediction.memory
-    kinds = {name: size for name, size in held.by_kind().items() if size and name != "host"}
+    kinds = {name: size for name, size in held.by_kind().items() if size and name not in ("host", "sent")}
     top = max(sum(kinds.values()), held.total)
     unit, size_of = _unit(top)
     bottom = 0.0
@@ -513,23 +513,28 @@ def _within(plan: Plan, model: DecoderLike, degrees: Mapping[str, int], **given:
     """Of a plan with `memory`, chosen within when a step is traced: as few blocks as fit recompute as the next word.
 
     Blocks in one loop keep alike, but not all of their products; of these a third at a time is counted. Stages of a pipeline
-    keep alike by one word. A budget that is a share of a device is not known here: then nothing is recomputed.
+    keep alike by one word. A budget that is a share of a device is not known here: then nothing is recomputed. Blocks in a loop
+    send to the host what the platform's link takes, where that fits and the word alone does not.
     """
     memory, size = plan.memory, bytes_meant(plan.memory) if isinstance(plan.memory, str) else plan.memory
     budget = math.inf if size is None or size <= 1 else size
     total = 3 if model.scan_layers else model.num_layers
 
-    def of(word: int, blocks: int = total) -> Prediction:
+    def of(word: int, blocks: int = total, sends: bool = False) -> Prediction:
         again = (
             {REMATS[word]: Fraction(blocks, total), REMATS[word - 1]: Fraction(total - blocks, total)} if word else {}
         )
-        return _predict(replace(plan, memory=None), model, degrees, again=again, **given)
+        return _predict(replace(plan, memory=None), model, degrees, again=again, sends=sends, **given)
 
     fits = lambda found: found.memory.total <= budget
-    word = next((word for word in range(len(REMATS)) if fits(of(word))), len(REMATS) - 1)
     alike = plan.pipe is not None and degrees.get(AXIS, 1) > 1
-    blocks = total if alike or not word else bisect_left(range(total), True, key=lambda n: fits(of(word, n)))
-    found, how = of(word, blocks), f"remat={REMATS[word]!r}"
+    there = (False, True) if model.scan_layers and not alike and of(len(REMATS) - 1, sends=True).memory.sent else (False,)
+    ways = [(word, sends) for word in range(len(REMATS)) for sends in there]
+    word, sends = next((way for way in ways if fits(of(way[0], sends=way[1]))), ways[-1])
+    whole = alike or not word or sends
+    blocks = total if whole else bisect_left(range(total), True, key=lambda n: fits(of(word, n)))
+    found, how = of(word, blocks, sends), f"remat={REMATS[word]!r}"
+    how += f", and {size_in_words(found.memory.sent)} of what is kept in the host's memory" if sends else ""
     if blocks < total:
         what = "thirds of the loop's block" if model.scan_layers else "blocks"
         how += f" in {blocks} of {total} {what}" + (f", {REMATS[word - 1]!r} in the others" if word > 1 else "")
@@ -585,15 +590,19 @@ def _predict(
     torus: int,
     documents: bool,
     again: Mapping[str | None, Fraction] | None = None,
+    sends: bool = False,
 ) -> Prediction:
-    """See `predict`; `again`: of words of recomputation the part of the blocks that has each; None: all have the plan's."""
+    """See `predict`; `again`: of words of recomputation the part of the blocks that has each; None: all have the plan's.
+
+    `sends`: whether blocks in a loop send to the host what the link takes.
+    """
     degrees = {axis: degrees[axis] for axis in (*AXES, *flat_axes(plan.axes)) if axis in degrees}
     plan = plan.decided(Fabric(devices=math.prod(degrees.values()), torus=torus), degrees)
     length = model.max_length if length is None else length
     rows = _sequences(plan, model, degrees, global_batch, length)
     stages, timetable = stages_of(model, plan, degrees), timetable_of(plan, degrees)
     step = _step(plan, model, degrees, stages, timetable, rows, length)
-    step = replace(step, platform=platform, documents=documents, run=step.run.recomputing(again))
+    step = replace(step, platform=platform, documents=documents, run=replace(step.run.recomputing(again), sends=sends))
     if wrong := [*attention_problems(step), *_rounding_problems(plan, model, degrees)]:
         raise ValueError(f"this plan cannot run: {'; '.join(wrong)}")
     masked, blockwise = attention_work(step)

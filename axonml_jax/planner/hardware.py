@@ -34,6 +34,7 @@ class Hardware:
       cross: bytes per second of one device to other islands, when all of its island's devices send.
       latency: seconds that a collective of two devices takes however little it sends, inside an island.
       cross_latency: the same across islands.
+      host_link: bytes per second between a device and its host's memory, each way; 0: not known.
       platform: what JAX compiles for: "tpu", "cuda" or None (no kernels of its own).
       torus: dims of the torus that the chips of a pod form; 0: none.
       block_seconds: seconds that forward and backward of one block take however few tokens it has, where a model was measured.
@@ -55,6 +56,7 @@ class Hardware:
     cross: float
     latency: float = 1e-6
     cross_latency: float = 2e-5
+    host_link: float = 0.0
     platform: str | None = None
     torus: int = 0
     block_seconds: float = 0.0
@@ -133,6 +135,7 @@ def _tpu(
     island: int,
     cross: float,
     torus: int,
+    host_link: float,
 ):
     sources = {
         "flops": f"{_CLOUD}; {_BOOK}",
@@ -142,14 +145,21 @@ def _tpu(
         "island": f"{_CLOUD}: chips of the largest pod",
         "cross": f"{_BOOK}: data-center network, per chip",
         "torus": _CLOUD,
+        "host_link": f"{_BOOK} and the text behind it: about 15 GB/s of PCIe per chip, v4 16 and v6e 32 GB/s each way",
     }
     return Hardware(
         name=name, flops=flops, memory=memory, memory_bandwidth=memory_bandwidth, link=2 * one_way, island=island,
-        cross=cross, platform="tpu", torus=torus, sources=sources,
+        cross=cross, host_link=host_link, platform="tpu", torus=torus, sources=sources,
     )  # fmt: skip
 
 
-def _gpu(name: str, flops: float, memory: float, memory_bandwidth: float, nvlink: float, cross: float, sheet: str):
+_REACHED = 0.86
+"""Share of PCIe's figure that copies to and from pinned memory reach: 55 of 64 GB/s (NVIDIA's nvbandwidth, PCIe 5.0 x16)."""
+
+
+def _gpu(
+    name: str, flops: float, memory: float, memory_bandwidth: float, nvlink: float, cross: float, pcie: float, sheet: str
+):  # fmt: skip
     sources = {
         "flops": f"{sheet}: dense bfloat16 of the SXM module, without sparsity",
         "memory": sheet,
@@ -157,23 +167,25 @@ def _gpu(name: str, flops: float, memory: float, memory_bandwidth: float, nvlink
         "link": f"{sheet}: half of NVLink's figure, which counts both directions",
         "island": "NVIDIA DGX/HGX: eight GPUs behind NVSwitch",
         "cross": f"{sheet} (DGX): one network card per GPU",
+        "host_link": f"{sheet}: half of PCIe's figure, which counts both directions, and of that the {_REACHED:.0%} that copies "
+        "reach in NVIDIA's nvbandwidth",
     }
     return Hardware(
         name=name, flops=flops, memory=memory, memory_bandwidth=memory_bandwidth, link=nvlink / 2, island=8, cross=cross,
-        latency=5e-6, platform="cuda", sources=sources,
+        latency=5e-6, host_link=_REACHED * pcie / 2, platform="cuda", sources=sources,
     )  # fmt: skip
 
 
 HARDWARE: dict[str, Hardware] = {
     each.name: each
     for each in (
-        _tpu("v4", 275 * TERA, 32 * 2**30, 1200 * GB, 45 * GB, 4096, 6.25 * GB, 3),
-        _tpu("v5e", 197 * TERA, 16 * 2**30, 819 * GB, 45 * GB, 256, 3.125 * GB, 2),
-        _tpu("v5p", 459 * TERA, 95 * GB, 2765 * GB, 90 * GB, 8960, 6.25 * GB, 3),
-        _tpu("v6e", 918 * TERA, 32 * 2**30, 1638 * GB, 90 * GB, 256, 12.5 * GB, 2),
-        _gpu("a100", 312 * TERA, 80 * GB, 2039 * GB, 600 * GB, 25 * GB, "NVIDIA A100 80GB data sheet"),
-        _gpu("h100", 989 * TERA, 80 * GB, 3350 * GB, 900 * GB, 50 * GB, "NVIDIA H100 data sheet"),
-        _gpu("h200", 989 * TERA, 141 * GB, 4800 * GB, 900 * GB, 50 * GB, "NVIDIA H200 data sheet"),
+        _tpu("v4", 275 * TERA, 32 * 2**30, 1200 * GB, 45 * GB, 4096, 6.25 * GB, 3, 16 * GB),
+        _tpu("v5e", 197 * TERA, 16 * 2**30, 819 * GB, 45 * GB, 256, 3.125 * GB, 2, 15 * GB),
+        _tpu("v5p", 459 * TERA, 95 * GB, 2765 * GB, 90 * GB, 8960, 6.25 * GB, 3, 15 * GB),
+        _tpu("v6e", 918 * TERA, 32 * 2**30, 1638 * GB, 90 * GB, 256, 12.5 * GB, 2, 32 * GB),
+        _gpu("a100", 312 * TERA, 80 * GB, 2039 * GB, 600 * GB, 25 * GB, 64 * GB, "NVIDIA A100 80GB data sheet"),
+        _gpu("h100", 989 * TERA, 80 * GB, 3350 * GB, 900 * GB, 50 * GB, 128 * GB, "NVIDIA H100 data sheet"),
+        _gpu("h200", 989 * TERA, 141 * GB, 4800 * GB, 900 * GB, 50 * GB, 128 * GB, "NVIDIA H200 data sheet"),
     )
 }
 """Name -> figures. Latencies are assumptions of the order that collectives of a few bytes show."""
@@ -401,13 +413,14 @@ class Assumptions:
 
     @classmethod
     def on(cls, hardware: Hardware, efficiency: float | None = None, **given: float) -> "Assumptions":
-        """The defaults, but for what is given, with the efficiency that hardware reached which was measured with a model.
+        """The defaults, but for what is given, with the hardware's link to its host, and the efficiency that it reached if measured.
 
         On CPUs nothing overlaps: XLA:CPU begins no collective before it needs the result.
         """
         known = cls.efficiency if hardware.reached is None else hardware.reached
         hidden = {"overlap": 0.0} if hardware.platform == "cpu" else {}
-        return cls(efficiency=known if efficiency is None else efficiency, **(hidden | given))
+        linked = {"host_bandwidth": hardware.host_link} if hardware.host_link else {}
+        return cls(efficiency=known if efficiency is None else efficiency, **(hidden | linked | given))
 
     def __post_init__(self):
         wrong = {name: value for name, value in vars(self).items() if not value >= 0 or value != value}

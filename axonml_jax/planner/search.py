@@ -29,7 +29,7 @@ from axonml_jax.cost.base import (
 )
 from axonml_jax.cost.decoder import Many, decoder_weights, divided, problems, varies
 from axonml_jax.cost.flows import SplitAttention, expert_flops, recomputed_flops, stage_costs, stages_of
-from axonml_jax.cost.memory import Memory, Step, attention_work, compute_dtype, flows, held
+from axonml_jax.cost.memory import SENDS, Memory, Step, attention_work, compute_dtype, flows, held
 from axonml_jax.ledger.predict import REMATS, Prediction, new_figure, panels, predict, put_title, save
 from axonml_jax.mesh.axes import AXES, LAYER_AXES, batch_axes
 from axonml_jax.mesh.shape import MeshShape
@@ -231,6 +231,7 @@ class Question:
       strategy: one of the user's own along `fsdp`; None: the stages of ZeRO.
       saves: what is assumed of failures, restarts and checkpoints.
       documents: whether rows hold several documents.
+      sends: whether blocks in a loop keep in the host's memory what its link takes.
     """
 
     model: TransformerConfig
@@ -246,6 +247,7 @@ class Question:
     strategy: AbstractStrategy | None = None
     saves: SaveAssumptions = SaveAssumptions()
     documents: bool = False
+    sends: bool = False
 
     @property
     def dtype(self) -> str:
@@ -953,7 +955,7 @@ def _step(together: Sequence[DiscreteChoice], asked: Question) -> tuple[Step, Ma
     weights, plan = weights_together(placings, meshes, repeats), placings[0].plan
     roles = {axis: strategy.role for axis, strategy in plan.on(degrees).items()}
     often: dict[str, Any] = {name: column(name) for name in ("microbatches", "full", "selective")}
-    run = Run(roles=roles, pipelined="pipe" in degrees, **often)
+    run = Run(roles=roles, pipelined="pipe" in degrees, sends=asked.sends, **often)
     shards = math.prod(degrees[axis] for axis in splitting(roles, "rows"))
     layers, chunks = asked.model.num_layers, column("chunks")
     slowest, longest, passed, ticks = 1.0, layers, 0, None
@@ -1114,7 +1116,10 @@ def _search(
     """The exactly priced ways that fit, fastest first."""
     fitting, doubtful, lean = _Best(EXACTLY), _Best(DOUBTFUL), _Best(LEAN)
     meshes = _meshes(asked, axes, remats, offload, illegal)
-    for (degrees, ways), (seconds, sizes) in zip(meshes, quick(meshes, asked, offload), strict=True):
+    known = away = quick(meshes, asked, offload)
+    if asked.model.scan_layers and SENDS.get(asked.hardware.platform or "") and offload is CPUOffload.NONE:
+        away = quick(meshes, replace(asked, sends=True), offload)
+    for (degrees, ways), (seconds, sizes), (_, less) in zip(meshes, known, away, strict=True):
         limit = MARGINS["pipe" in degrees] * asked.memory
         dropped[_TOO_LARGE] += int((sizes > limit).sum())
         make = partial(_candidate, degrees, ways, offload, asked)
@@ -1122,7 +1127,7 @@ def _search(
             for i in _fastest(np.flatnonzero(among), seconds, sizes):
                 best.keep(float(seconds[i]), partial(make, i))
         between = _between_words(degrees, ways, seconds, sizes, asked) if offload is CPUOffload.NONE else ()
-        for i, estimate in between:
+        for i, estimate in [*between, *_sending(degrees, seconds, sizes, less, asked)]:
             fitting.keep(estimate, partial(_budgeted, partial(make, i), asked))
         leanest = int(sizes.argmin())
         if sizes[leanest] <= limit:
@@ -1161,6 +1166,26 @@ def _between_words(
     part = (held[more] - asked.memory) / (held[more] - held[less])
     times = seconds[more] + part * (seconds[less] - seconds[more])
     return [(int(less[k]), float(times[k])) for k in np.argsort(times, kind="stable")[:PER_MESH]]
+
+
+def _sending(
+    degrees: dict[str, int], seconds: np.ndarray, held: np.ndarray, less: np.ndarray, asked: Question
+) -> list[tuple[int, float]]:
+    """Ways that fit where blocks in a loop send to the host, and not else.
+
+    Args:
+      degrees: of the mesh.
+      seconds, held: of every way.
+      less: what it holds where it sends.
+      asked: for what.
+
+    Returns:
+      Some of the fastest: (the way's number, its time).
+    """
+    if "pipe" in degrees:
+        return []
+    among = np.flatnonzero((held > asked.memory) & (less <= asked.memory))
+    return [(i, float(seconds[i])) for i in _fastest(among, seconds, less)]
 
 
 def _meshes(asked: Question, axes: tuple[str, ...], remats: tuple, offload: CPUOffload, illegal: Counter) -> list:

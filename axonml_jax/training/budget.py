@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh
 
 from axonml_jax.base import bytes_meant, size_in_words
+from axonml_jax.cost.memory import SENDS
 from axonml_jax.parallel.recompute import Recompute, WithinBytes
 from axonml_jax.program.recompute import Rates
 from axonml_jax.training.compile import Compiled
@@ -19,11 +20,10 @@ logger = logging.getLogger(__name__)
 
 _RATES = {
     "cpu": Rates(1e11, 2e10, 1e10),
-    "gpu": Rates(5e14, 3e12, 2e11, host=5.5e10),
-    "tpu": Rates(2e14, 1e12, 1e11, host=1.5e10),
+    "gpu": Rates(5e14, 3e12, 2e11, host=5e14 * SENDS["cuda"]),
+    "tpu": Rates(2e14, 1e12, 1e11, host=2e14 * SENDS["tpu"]),
 }
-"""Of devices by platform, in round numbers: only how work compares with traffic decides. XLA for CPUs sends nothing to a host;
-the others' `host` is as in the planner's table of hardware, which names the sources."""
+"""Of devices by platform, in round numbers: only how work compares with traffic decides. XLA for CPUs sends nothing to a host."""
 
 _NEAR = 0.95
 """A step that fills so much of its budget, or repeats nothing, is not chosen again."""
