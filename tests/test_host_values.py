@@ -22,7 +22,7 @@ from axonml_jax.training import budget
 POLICY = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[], names_which_can_be_offloaded=["made"], offload_src="device", offload_dst="pinned_host"
 )
-REMATS = {"names": ["host:input", "host:made"], "policy": POLICY, "units": {"stack": ["host:stack"]}}
+REMATS = {"names": ["host:input", "host:made"], "policy": POLICY, "units": {"part 1": ["host:stack"]}}
 
 
 class Scanned(nnx.Module):

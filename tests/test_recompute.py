@@ -57,7 +57,7 @@ def test_bytes_and_products_of_every_set_are_those_of_jax_checkpoint():
         assert (price.flops > 0) == (again > 0), some
 
 
-SENDING = RATES._replace(host=2e9)
+SENDING = RATES._replace(host=5e9)
 
 
 def carried(x, *weights):
@@ -91,8 +91,7 @@ def test_a_loop_sends_no_more_than_its_link_takes_in_a_forwards_time():
     assert not any(price.host for price in without + front(graph, SENDING, plain=True))
     found, limit = front(graph, SENDING, plain=False), SENDING.host * graph.forward_seconds(SENDING)
     assert max(price.away for price in found) <= limit < sum(map(graph.bytes_of, graph.labels))
-    assert set(without) <= set(found)
-    least = lambda prices: min(price.kept + price.fullest for price in prices)
+    least = lambda prices: min(8 * price.kept + price.fullest for price in prices)  # of eight trips
     assert least(found) < least(without)
 
 

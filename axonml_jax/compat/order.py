@@ -381,7 +381,7 @@ class SaveWhere:
 
 
 TO_HOST = Offloadable(src="device", dst="pinned_host")
-"""A policy's answer: the result is sent to the host's memory, and back before the backward reads it. XLA:CPU drops both copies."""
+"""A policy's answer: the result is sent to the host's memory, and back for the backward. XLA:CPU drops both copies."""
 
 
 @dataclass(frozen=True)

@@ -528,7 +528,9 @@ def _within(plan: Plan, model: DecoderLike, degrees: Mapping[str, int], **given:
 
     fits = lambda found: found.memory.total <= budget
     alike = plan.pipe is not None and degrees.get(AXIS, 1) > 1
-    there = (False, True) if model.scan_layers and not alike and of(len(REMATS) - 1, sends=True).memory.sent else (False,)
+    there = (
+        (False, True) if model.scan_layers and not alike and of(len(REMATS) - 1, sends=True).memory.sent else (False,)
+    )
     ways = [(word, sends) for word in range(len(REMATS)) for sends in there]
     word, sends = next((way for way in ways if fits(of(way[0], sends=way[1]))), ways[-1])
     whole = alike or not word or sends

@@ -86,7 +86,7 @@ class Recompute:
 
     @classmethod
     def of(cls, named: Mapping[str, Any]) -> "Recompute":
-        """What a configuration says: the unit's path -> labels, "host:" before those of values in host memory; or "everything"."""
+        """What a configuration says: the unit's path -> labels, "host:" before those of values on the host; or "everything"."""
 
         def one(name: str, keep: Any) -> UnitChoice:
             if keep == EVERYTHING:
@@ -152,7 +152,9 @@ class Recompute:
                 f"remat names units {missing} and values {unknown} that this program lacks; it has the units {there}, with the "
                 f"values {sorted({label for unit in units for label in unit.labels})}: choose again with memory="
             )
-        return _sent_in_loops(replace(self, units=tuple(own.get(name, UnitChoice(name, None)) for name in there)), units)
+        return _sent_in_loops(
+            replace(self, units=tuple(own.get(name, UnitChoice(name, None)) for name in there)), units
+        )
 
 
 _ON_DEVICE = (0, 1, 3, 4, 6, 7)
@@ -284,7 +286,11 @@ class WithinBytes:
         pieces = [Piece(own, u.trips, u.entering, u.grads) for u, own in zip(units, fronts, strict=True)]
         chosen = choose(pieces, self.allowance)
         if chosen is None:  # what keeps nothing holds least
-            held = lambda piece, price: (price.keep is None, len(price.keep or ()), piece.trips * price.kept + price.fullest)
+            held = lambda piece, price: (
+                price.keep is None,
+                len(price.keep or ()),
+                piece.trips * price.kept + price.fullest,
+            )
             chosen = [min(piece.front, key=partial(held, piece)) for piece in pieces]
         self.found = Recompute(tuple(map(_chosen, units, chosen)), peak(pieces, chosen))
         return self.found

@@ -167,8 +167,8 @@ def _gpu(
         "link": f"{sheet}: half of NVLink's figure, which counts both directions",
         "island": "NVIDIA DGX/HGX: eight GPUs behind NVSwitch",
         "cross": f"{sheet} (DGX): one network card per GPU",
-        "host_link": f"{sheet}: half of PCIe's figure, which counts both directions, and of that the {_REACHED:.0%} that copies "
-        "reach in NVIDIA's nvbandwidth",
+        "host_link": f"{sheet}: half of PCIe's figure, which counts both directions, and of that the {_REACHED:.0%} that "
+        "copies reach in NVIDIA's nvbandwidth",
     }
     return Hardware(
         name=name, flops=flops, memory=memory, memory_bandwidth=memory_bandwidth, link=nvlink / 2, island=8, cross=cross,
@@ -413,7 +413,7 @@ class Assumptions:
 
     @classmethod
     def on(cls, hardware: Hardware, efficiency: float | None = None, **given: float) -> "Assumptions":
-        """The defaults, but for what is given, with the hardware's link to its host, and the efficiency that it reached if measured.
+        """The defaults, but for what is given, with the hardware's link to its host and the efficiency that was measured of it.
 
         On CPUs nothing overlaps: XLA:CPU begins no collective before it needs the result.
         """

@@ -23,7 +23,7 @@ _RATES = {
     "gpu": Rates(5e14, 3e12, 2e11, host=5e14 * SENDS["cuda"]),
     "tpu": Rates(2e14, 1e12, 1e11, host=2e14 * SENDS["tpu"]),
 }
-"""Of devices by platform, in round numbers: only how work compares with traffic decides. XLA for CPUs sends nothing to a host."""
+"""Of devices by platform, in round numbers: only how work compares with traffic decides. XLA for CPUs sends nothing."""
 
 _NEAR = 0.95
 """A step that fills so much of its budget, or repeats nothing, is not chosen again."""

@@ -3,8 +3,8 @@
 Nothing runs (pip install '.[tpu]'). A row per kind of recomputation: temporaries and the peak of a chip as the compiler plans
 them, what it plans in host memory, and what was chosen.
 
-    python benchmarks/memory/host_memory.py                           # 6 Llama blocks of 2,048 under FSDP on 8 chips of a v5e
-    python benchmarks/memory/host_memory.py --memory 1.9GiB 1.5GiB    # what is chosen within so many bytes
+    python benchmarks/memory/host_memory.py                           # 8 Llama blocks of 1,024 under FSDP on 8 chips of a v5e
+    python benchmarks/memory/host_memory.py --memory 0.6GiB 0.5GiB    # what is chosen within so many bytes
     python benchmarks/memory/host_memory.py --long                    # Qwen3-8B, 1 x 1,048,576 positions on 8 chips of a v5p
 """
 
@@ -27,7 +27,7 @@ from axonml_jax.planner.verify import abstract_step, topology_devices
 
 MIB = 2**20
 LLAMA = TransformerConfig(
-    vocab_size=2048, num_layers=6, hidden_size=2048, num_heads=16, num_kv_heads=8, mlp_hidden_size=5632, max_length=2048,
+    vocab_size=256, num_layers=8, hidden_size=1024, num_heads=8, num_kv_heads=4, mlp_hidden_size=2816, max_length=512,
     scan_layers=True,
 )  # fmt: skip
 LONG = replace(PRESETS["qwen3-8b"], max_length=2**20, scan_layers=True, loss_chunk=4096)
@@ -57,14 +57,14 @@ def main() -> None:
     config = replace(config, num_layers=given.layers or config.num_layers)
     devices = topology_devices(given.topology or ("v5p:2x2x2" if given.long else "v5e:2x4"))
     mesh = Mesh(order_devices((len(devices),), devices), (axis,), axis_types=(AxisType.Auto,))
-    length = given.length or (2**20 if given.long else 2048)
-    rows = given.rows or (1 if given.long else 4 * len(devices))
+    length = given.length or config.max_length
+    rows = given.rows or (1 if given.long else 16 * len(devices))
     own = {"context": ax.Context(method=given.method, shard=True)} if given.long else {}
     remats = ["full", "host:input"] if given.long else ["none", "selective", "full", "host:.*kernel"]
     remats = given.remat if given.remat is not None else [] if given.memory else remats
     tried = [{"remat": WORDS.get(each, tuple(each.split(",")) if ":" in each else each)} for each in remats]
     tried += [{"memory": each} for each in given.memory]
-    print(f"jax {jax.__version__}, {given.topology or 'default topology'}, {rows} x {length:,}, {config.num_layers} blocks; MiB")
+    print(f"jax {jax.__version__}, {devices[0].device_kind}, {rows} x {length:,}, {config.num_layers} blocks; MiB")
     for plan in tried:
         found, chosen, seconds = compiled(config, mesh, rows, length, **own, **plan)
         planned = found.memory_analysis()
