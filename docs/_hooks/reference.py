@@ -87,9 +87,14 @@ def outside(pattern, replace, text):
     return "".join([*parts, pattern.sub(replace, text[end:])])
 
 
+# In a search pages that say how come before tables of figures and of names.
+BOOST = {"guides/": 2, "troubleshooting": 3, "performance": 0.3, "migration": 0.3}
+
+
 def on_page_markdown(markdown, page, **_):
     """Names are put on the reference's pages, and linked to from all others."""
     folder, _, file = page.file.src_uri.rpartition("/")
+    page.meta["search"] = {"boost": next((n for start, n in BOOST.items() if page.file.src_uri.startswith(start)), 1)}
     if folder in ("adr", "maintainers"):
         page.meta["search"] = {"exclude": True}  # users search; the index is loaded with every page
     if folder == "reference" and HERE in markdown:
