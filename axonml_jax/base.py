@@ -10,7 +10,10 @@ import math
 import numbers
 import os
 import random
+import re
+import shutil
 import sys
+import textwrap
 import threading
 import typing
 import warnings
@@ -280,7 +283,34 @@ def lines(text: str) -> str:
     return f'<div style="margin:4px 0">{"<br>".join(map(escape, text.splitlines()))}</div>'
 
 
-def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
+def columns_of_terminal() -> int | None:
+    """Columns of the terminal that standard output is; None: it is a file, a pipe or a notebook."""
+    return shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else None
+
+
+def folded(text: str) -> str:
+    """Returns a text for the terminal: lines longer than it is wide are broken between words, below what their first word says.
+
+    Tables stay as they are, and so does everything where standard output is no terminal.
+    """
+    width = columns_of_terminal()
+    if width is None:
+        return text
+    return "\n\n".join(
+        block if re.search(r"^-+( +-+)*$", block, re.MULTILINE) else "\n".join(_broken(block, width))
+        for block in text.split("\n\n")
+    )
+
+
+def _broken(block: str, width: int) -> Iterator[str]:
+    for line in block.split("\n"):
+        begins = re.match(r"\w+ {2,}| *", line)
+        indent = " " * (len(begins[0]) or 4) if begins else ""
+        whole = {"break_long_words": False, "break_on_hyphens": False}
+        yield line if len(line) <= width else textwrap.fill(line, width, subsequent_indent=indent, **whole)
+
+
+def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], left: int, spare: Sequence[str] = ()) -> str:
     """A table whose first `left` columns are flush left and the others flush right.
 
     >>> print(aligned(["what", "bytes"], [["a", "1,024"], ["bcd", "8"]], left=1))
@@ -288,16 +318,29 @@ def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> 
     ----  -----
     a     1,024
     bcd       8
+
+    Args:
+      header: names of the columns.
+      rows: cells.
+      left: number of columns that hold words.
+      spare: columns that a terminal narrower than the table does without, the first of them first.
     """
     widths = [max(len(cell) for cell in column) for column in zip(header, *rows, strict=True)]
-    every = [header, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if index < left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in every
+    every, shown, width = (
+        [header, ["-" * width for width in widths], *rows],
+        list(range(len(header))),
+        columns_of_terminal(),
     )
+    without = []
+    for name in spare if width is not None else ():
+        if sum(widths[index] + 2 for index in shown) - 2 > width:
+            shown.remove(header.index(name))
+            without.append(name)
+    lines = [
+        "  ".join(line[i].ljust(widths[i]) if i < left else line[i].rjust(widths[i]) for i in shown).rstrip()
+        for line in every
+    ]
+    return "\n".join([*lines, *([f"(not shown on this narrow terminal: {', '.join(without)})"] if without else [])])
 
 
 def table(

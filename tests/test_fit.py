@@ -1,15 +1,18 @@
 """The loop and what it leaves behind: records, speeds, pictures, lines, traces."""
 
 import io
+import re
 import sys
 import time
 import types
+from functools import partial
 from itertools import repeat
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+from axonml_jax import base
 from axonml_jax.cli import records as trace
 from axonml_jax.cli.records import (
     Csv,
@@ -268,6 +271,32 @@ def test_on_a_terminal_a_bar_moves_and_validations_stay():
         show(FULL)
     shown = console.file.getvalue()
     assert "\x1b[" in shown and "20/300" in shown and "loss 2.5000" in shown and "validation loss 2.0000" in shown
+
+
+def test_on_a_narrow_terminal_no_line_of_a_run_wraps():
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with progress(30_000, console) as show:
+        show(FULL)
+    shown = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", console.file.getvalue()).replace("\r", "\n").splitlines()
+    assert max(map(len, shown)) <= 80 and any("20/30000 loss 2.5000  norm 0.70" in each for each in shown)
+    assert any("loss 2.5000  validation loss 2.0000" in each for each in shown)
+
+
+def test_a_narrow_terminal_gets_folded_lines_and_tables_without_spare_columns(monkeypatch):
+    row = [["gradients", "float32", "1,000", "4,000"]]
+    table = partial(base.aligned, ["label", "dtype", "elements", "bytes"], row, left=2, spare=("elements", "dtype"))
+    text = "plan       one=1, two=2, three=3, four=4\n  a note that is longer than that\n\n" + table()
+    assert base.folded(text) == text and "elements" in table()
+    monkeypatch.setattr(base, "columns_of_terminal", lambda: 28)
+    assert table().splitlines()[0].split() == ["label", "dtype", "bytes"] and "(not shown" in table().splitlines()[-1]
+    folded = base.folded(text).split("\n\n")
+    assert folded[0].splitlines() == [
+        "plan       one=1, two=2,",
+        "           three=3, four=4",
+        "  a note that is longer than",
+        "  that",
+    ]
+    assert folded[1] == text.split("\n\n")[1]
 
 
 def test_a_trace_covers_a_few_steps_and_ends_even_when_the_loop_does_not(tmp_path, monkeypatch):

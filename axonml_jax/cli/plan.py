@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import yaml
 
-from axonml_jax.base import PyTree, nearest
+from axonml_jax.base import PyTree, folded, nearest
 from axonml_jax.cli.flags import MEASURE, in_flags, require_writable
 from axonml_jax.cli.run import RunSetup, check_sizes
 from axonml_jax.cli.tasks import batch_words, loss_of, shapes_of
@@ -437,7 +437,7 @@ def plan(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
         documents=base is not None and base.data.documents,
         **sizes,
     )
-    print(answer.to_json() if chosen.json else answer)
+    print(answer.to_json() if chosen.json else folded(str(answer)))
     if chosen.ledger:
         print("", answer.prediction, "", answer.timeline, sep="\n")
     if chosen.picture is not None:

@@ -16,7 +16,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from axonml_jax.base import PyTree, logger, print0
+from axonml_jax.base import PyTree, folded, logger, print0
 from axonml_jax.checkpoint.saving import cause_of
 from axonml_jax.cli.run import CHECKPOINT_FOLDER, Record, RunSetup
 from axonml_jax.cli.tasks import TextData, write_samples
@@ -428,16 +428,30 @@ def progress(steps: int, console: Console | None = None) -> Iterator[Callable[[R
         else:
             yield lambda record: print(line(record, steps), file=console.file, flush=True)
         return
-    columns = [BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[shown]}")]
+    size = 24 if console.width >= 120 else 10
+    room = console.width - size - 2 * len(str(steps)) - len("  /  0:00:00 0:00:00 ")
+    columns = [BarColumn(bar_width=size), MofNCompleteColumn(), TextColumn("{task.fields[shown]}")]
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("training", total=steps, shown="compiling ...")
 
         def show(record: Record) -> None:
-            bar.update(task, completed=record.step, shown="  ".join(cells(record)))
+            bar.update(task, completed=record.step, shown=_within(room, cells(record)))
             if "valid_loss" in record.metrics:
-                console.print(line(record, steps), soft_wrap=True, highlight=False)
+                said = [line(record, steps), line(_losses(record), steps)]
+                console.print(said[len(said[0]) > console.width], soft_wrap=True, highlight=False)
 
         yield show
+
+
+def _within(room: int, said: list[str]) -> str:
+    """As many measurements as there is room for, the first ones first."""
+    while len(said) > 1 and len("  ".join(said)) > room:
+        said = said[:-1]
+    return "  ".join(said)
+
+
+def _losses(record: Record) -> Record:
+    return Record(record.step, {name: n for name, n in record.metrics.items() if name in ("loss", "valid_loss")})
 
 
 def _in_notebook(steps: int, shown: OneLine) -> Iterator[Callable[[Record], None]]:
@@ -797,7 +811,7 @@ def report(config: RunConfig, data: TextData, records: list[Record], folder: Pat
     files += ", metrics.csv" * config.output.csv + ", wandb" * (config.output.wandb is not None)
     files += ", mlflow.id" * (config.output.mlflow is not None)
     files += ", tensorboard" * config.output.tensorboard + ", trace" * (folder / "trace").exists()
-    print0(f"files           {folder}: {files}")
+    print0(folded(f"files           {folder}: {files}"))
 
 
 def print_samples(config: RunConfig, data: TextData, model: ParallelModel) -> None:
@@ -808,7 +822,7 @@ def print_samples(config: RunConfig, data: TextData, model: ParallelModel) -> No
     whose = "of the validation text; --sample.prompt takes yours" if config.sample.prompt is None else "sample.prompt"
     section, read = replace(config.sample, prompt=words), config.data
     texts = write_samples(model, section, read.length, config.train.seed, read.tokenizer, read.end)
-    print0(f"\nthe model goes on from {words[:40]!r} ({whose})")
+    print0(folded(f"\nthe model goes on from {words[:40]!r} ({whose})"))
     for number, text in enumerate(texts, start=1):
         print0(f"\n--- sample {number} " + "-" * 60)
         print0(text)

@@ -279,7 +279,7 @@ def _table(found: Sequence[Found], given: argparse.Namespace) -> str:
             _speed(run), "-" if seconds is None else f"{seconds / 60:.1f}",
             ", ".join(map(str, run.checkpoints[-3:])) or "-",
         ])  # fmt: skip
-    return aligned(columns, rows, left=1)
+    return aligned(columns, rows, left=1, spare=("minutes", "checkpoints", "tokens/s"))
 
 
 def _speed(run: Found) -> str:

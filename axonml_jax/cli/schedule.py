@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
+from axonml_jax.base import folded
 from axonml_jax.cli.flags import require_writable
 from axonml_jax.config.config import ConfigError
 from axonml_jax.pipeline.schedules import AbstractSchedule, PipelineSchedule, make_schedule, make_timetable
@@ -113,7 +114,7 @@ def schedule(arguments: Sequence[str]) -> int:
         drawing = _fastest(chosen, costs) if chosen.schedule == FASTEST else _chosen(chosen, costs)
     except ValueError as error:
         raise ConfigError(_in_flags(str(error))) from error
-    print(drawing.title, drawing.text, "\n".join(drawing.caption), sep="\n\n")
+    print(drawing.title, drawing.text, folded("\n".join(drawing.caption)), sep="\n\n")
     if chosen.svg is not None:
         chosen.svg.write_text(draw_svg(drawing.title, drawing.events, drawing.caption, drawing.ticks), "utf-8")
         print(f"\npicture   {chosen.svg}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from axonml_jax.base import print0
+from axonml_jax.base import folded, print0
 from axonml_jax.checkpoint.format import Team
 from axonml_jax.cli import run as resume
 from axonml_jax.cli.flags import in_flags, require_folder, require_writable
@@ -127,7 +127,7 @@ def explain(config: RunConfig, budget: Budget | None = None, estimate: Estimate 
     )
     all_or_refuse(partial(check_own, config, ground))
     all_or_refuse(partial(Team().decide, "find the run to go on with", partial(earlier_folder, config)))
-    print0(describe(config, ground), "", *step_in_words(config, ground), sep="\n")
+    print0(folded(describe(config, ground)), "", *step_in_words(config, ground), sep="\n")
     if budget == Budget() and estimate == Estimate():
         return 0
     [found] = all_or_refuse(partial(predicted, config, ground, estimate.kind))
@@ -176,7 +176,7 @@ def train(config: RunConfig, budget: Budget | None = None, more: Sequence[Callba
         require_fit(config, ground, budget or Budget())
         said = _launched(ground.world), describe(config, ground), about(config, data), f"compiled   {in_words()}"
         step = ["step       as before the restart"] if unchanged(os.environ) else ["", *step_in_words(config, ground)]
-        print0(*said, *step, "", sep="\n", flush=True)
+        print0(*map(folded, said), *step, "", sep="\n", flush=True)
         trainer = _trainer(config, ground, callbacks, new=new, loads=not new or run.left_copies)
         if ground.world.num_processes > 1:
             program = {"traced program": program_hash(trainer.train_step, trainer.state, ground.batch)}

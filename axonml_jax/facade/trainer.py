@@ -18,7 +18,7 @@ import optax
 from flax import linen, nnx
 from jax.sharding import Mesh
 
-from axonml_jax.base import LossFn, PyTree, logger, named_leaves, naming_options
+from axonml_jax.base import LossFn, PyTree, folded, logger, named_leaves, naming_options
 from axonml_jax.compat.jaxpr import opened
 from axonml_jax.compat.order import (
     handed_back,
@@ -43,7 +43,7 @@ from axonml_jax.model.view import (
     plain_tree,
 )
 from axonml_jax.parallel.placement import Placement, bind_plan, check_model
-from axonml_jax.parallel.plan import Plan
+from axonml_jax.parallel.plan import Plan, in_words
 from axonml_jax.sharding.batch import refuse_tracing
 from axonml_jax.sharding.layout import Leaf, cast, copies, is_deleted, place, to_host
 from axonml_jax.training.callbacks import Callback, TrainingEvent, checked, tell
@@ -371,7 +371,7 @@ class Trainer(Generic[M]):
         return f"{type(self).__name__}({self.model!r}, accumulate={accumulate}, max_grad_norm={clips})"
 
     def __str__(self) -> str:
-        return f"{self!r}\n{str(self.model).partition(chr(10))[2]}"
+        return f"{folded(repr(self))}\n{self.model._resting_in_words()}"
 
     @property
     @no_mesh_around()
@@ -922,13 +922,15 @@ class ParallelModel(SavedModel):
 
     def __repr__(self) -> str:
         read = "" if (found := self.plan.annotations) is None else f", read from {found!r}"
-        return f"{type(self).__name__}(mesh={dict(self.mesh.shape)}, plan={self.plan}{read})"
+        return f"{type(self).__name__}(mesh={dict(self.mesh.shape)}, plan={in_words(self.plan, self.mesh.shape)}{read})"
 
     def __str__(self) -> str:
+        return f"{folded(repr(self))}\n{self._resting_in_words()}"
+
+    def _resting_in_words(self) -> str:
         from axonml_jax.ledger.report import resting
 
-        params = self._placement.resting.params
-        return f"{self!r}\n{resting(params, in_stages=self._placement.stages is not None)}"
+        return resting(self._placement.resting.params, in_stages=self._placement.stages is not None)
 
     def _repr_html_(self) -> str:
         return self.plan._repr_html_(f"ax.{type(self).__name__}", self.mesh.shape)

@@ -281,15 +281,17 @@ class PrintedTable:
       rows: cells.
       left: columns that hold words; the others hold numbers.
       shares: of every row a number from 0 to 1, a bar in HTML; empty: no bars.
+      spare: columns that a narrow terminal does without, the first of them first.
     """
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
     left: int
     shares: Sequence[float] = ()
+    spare: Sequence[str] = ()
 
     def __str__(self) -> str:
-        return markup.aligned(self.header, self.rows, self.left)
+        return markup.aligned(self.header, self.rows, self.left, self.spare)
 
     def _repr_html_(self) -> str:
         return markup.table(self.header, self.rows, self.left, shares=self.shares)

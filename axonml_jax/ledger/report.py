@@ -176,7 +176,7 @@ def _plain(amount: Amount) -> int | float:
 
 def _traffic_table(rows: Iterable[TrafficRow]) -> PrintedTable:
     header = ["label", "collective", "axes", "dtype", "where", "count", "launches", "elements", "bytes/rank"]
-    return PrintedTable(header, [_cells(row) for row in rows], left=5)
+    return PrintedTable(header, [_cells(row) for row in rows], left=5, spare=("elements", "launches", "dtype"))
 
 
 def _cells(row: TrafficRow) -> list[str]:
@@ -309,7 +309,7 @@ def resting(layouts: PyTree, *, in_stages: bool = False, most: int = 24) -> str:
     cells = [[*row, f"{count:,}"] for row, count in rows.items()]
     if len(cells) > most:
         cells[most - 1 :] = [["...", "", "", "", "", f"{len(leaves) - sum(list(rows.values())[: most - 1]):,}"]]
-    table = aligned(["array", "shape", "dtype", "spec", "of a device", "count"], cells, left=5)
+    table = aligned(["array", "shape", "dtype", "spec", "of a device", "count"], cells, left=5, spare=("dtype", "spec"))
     total, held = (sum(map(of, leaves.values())) for of in (lambda each: each.size, lambda each: math.prod(each.shard)))
     holds = "those of its stages" if in_stages else f"{held:,}"
     return f"{total:,} elements in {len(leaves):,} arrays, of which a device holds {holds}\n\n{table}"

@@ -3,7 +3,7 @@
 import enum
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from numbers import Integral
 from types import MappingProxyType
@@ -326,8 +326,12 @@ def plan_html(plan: Any, title: str, degrees: Mapping[str, int] | None) -> str:
     return section(title, *parts)
 
 
-def in_words(value: Any) -> str:
+def in_words(value: Any, axes: Collection[str] | None = None) -> str:
     """A value of a plan as one would write it, without what is a default.
+
+    Args:
+      value: a plan, a strategy, or what a field of one holds.
+      axes: of a mesh: a plan's usual strategies of other axes are left out; None: they are not.
 
     >>> from axonml_jax.strategies.shard import Shard
     >>> in_words(Shard(stage=2)), in_words(Shard()), in_words(None)
@@ -337,7 +341,9 @@ def in_words(value: Any) -> str:
         return repr(value.value)
     if not is_dataclass(value):
         return repr(value)
-    return f"{type(value).__name__}({', '.join(f'{name}={in_words(one)}' for name, one in _chosen(value))})"
+    idle = () if axes is None else [name for name in _USUAL if name not in axes]
+    said = [f"{name}={in_words(one)}" for name, one in _chosen(value) if name not in idle]
+    return f"{type(value).__name__}({', '.join(said)})"
 
 
 def _chosen(value: Any) -> Iterator[tuple[str, Any]]:

@@ -353,7 +353,8 @@ class Answer:
             f"on {asked.num_devices:,} x {asked.hardware.name}{islands} ({asked.memory / 2**30:.1f} GiB each may be filled)"
         )
         rows = [_row(one) for one in (self.best, *self.runners_up)]
-        table = aligned(["plan", "ms/step", "MFU", "GiB", "exposed ms", "bubble ms"], rows, left=1)
+        names = ["plan", "ms/step", "MFU", "GiB", "exposed ms", "bubble ms"]
+        table = aligned(names, rows, left=1, spare=names[:3:-1])
         parts = {"compute": best.compute, "bubble": best.bubble, "network not hidden": best.exposed}
         parts |= {"update": best.update, "host": best.host}
         times = "; ".join(f"{name} {1e3 * seconds:,.1f} ms" for name, seconds in parts.items() if seconds)
