@@ -115,7 +115,11 @@ def test_links_to_files_exist(path):
 
 @pytest.mark.parametrize("path", PAGES, ids=label)
 def test_files_that_a_page_or_its_pictures_name_exist(path):
-    named = set(re.findall(r"(?<![\w./{-])((?:[\w-]+/)+[\w-]+\.py)\b", path.read_text("utf-8")))
+    text = path.read_text("utf-8")
+    named = set(re.findall(r"(?<![\w./{-])((?:[\w-]+/)+[\w-]+\.py)\b", text))
+    named |= set(
+        re.findall(r"(?<![\w./{-])((?:configs|examples|benchmarks|tests)/[\w/-]+\.(?:yaml|ipynb|txt))\b", text)
+    )
     missing = [file for file in named if not any((ROOT / top / file).exists() for top in ("", "axonml_jax", "tests"))]
     assert not missing, f"{label(path)} names files that do not exist: {missing}"
 

@@ -2,12 +2,16 @@
 
 import importlib
 import re
+import shlex
 import unicodedata
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import test_docs
 import test_migration
+
+from axonml_jax.__main__ import main
 
 ROOT, DOCS = test_docs.ROOT, test_docs.DOCS
 PAGES = [*test_docs.PAGES, ROOT / "CHANGELOG.md", ROOT / "changes" / "0.1.md", ROOT / "benchmarks" / "README.md"]
@@ -72,6 +76,76 @@ def test_attributes_of_public_names_exist(path):
         except AttributeError:
             missing.add(reference)
     assert not missing, f"{test_docs.label(path)} names what does not exist"
+
+
+KEYS = (Path(__file__).parent / "config_keys.txt").read_text("utf-8").split()
+ALSO_TAKEN = (
+    "plan.gather",
+    "plan.reduce",
+    "plan.cpu_offload",
+    "plan.mixed_precision",
+    "checkpoint.json",
+)  # other names, and a file's
+SECTIONS = (
+    "train",
+    "checkpoint",
+    "data",
+    "optim",
+    "output",
+    "spikes",
+    "ema",
+    "finetune",
+    "devices",
+    "sample",
+    "mesh",
+    "plan",
+)
+
+
+def unknown_keys(text: str) -> set[str]:
+    """Keys of configurations that a page names, as a flag or in its prose, and that are none."""
+    named = set(re.findall(r"--([a-z_]+(?:\.[a-z_]+)+)", text))
+    named |= set(re.findall(rf"`((?:{'|'.join(SECTIONS)})(?:\.[a-z_]+)+)(?:[:= ][^`]*)?`", prose(text)))
+    return {key for key in named - {*ALSO_TAKEN} if not any(f"{each}.".startswith(f"{key}.") for each in KEYS)}
+
+
+@pytest.mark.parametrize("path", PAGES[:-3], ids=test_docs.label)
+def test_keys_of_configurations_exist(path):
+    assert not unknown_keys(path.read_text("utf-8")), f"{test_docs.label(path)} names keys that are none"
+
+
+def test_unknown_keys_are_found():
+    text = "`train.steps: 3`, `train.stepz`, `mesh.fsdp`\n\n```bash\naxonml-jax train a.yaml --optim.chain --plan.oops 1\n```\n"
+    assert unknown_keys(text) == {"train.stepz", "plan.oops"}
+
+
+CODE_BLOCKS = re.compile(r"^```(?:bash|text|yaml|)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def commands(text: str) -> set[tuple[str, str]]:
+    """(command, flag) of the lines of a page that call `axonml-jax`; what a launched script is given is its own."""
+    found = set()
+    for line in re.findall(r"^(?:.* )?axonml-jax (.*(?:\\\n.*)*)$", "\n".join(CODE_BLOCKS.findall(text)), re.MULTILINE):
+        command, *rest = shlex.split(line.replace("\\\n", " ").partition(" > ")[0].partition("`")[0], comments=True)
+        for word in rest:
+            if command == "launch" and (word in ("train", "python") or word.endswith(".py")):
+                break
+            flag = word.partition("=")[0]
+            found |= {(command, flag)} if flag.startswith("--") and "." not in flag else set()
+    return found
+
+
+def test_flags_of_commands_on_pages_exist(capsys):
+    named = {found: path for path in test_docs.PAGES for found in commands(path.read_text("utf-8"))}
+    assert {command for command, _ in named} > {"train", "launch", "plan", "explain", "generate"}
+    known = {command: "" for command, _ in named}
+    for asked in ("launch --write jobset", *known):
+        with suppress(SystemExit):
+            main([*asked.split(), "--help"])
+        known[asked.split()[0]] += re.sub(r"-\n\s*", "-", capsys.readouterr().out)
+    wrong = [f"{test_docs.label(path)}: axonml-jax {command} {flag}" for (command, flag), path in named.items()
+             if flag.replace("_", "-") not in re.findall(r"--[a-z][\w-]*", known[command].replace("_", "-"))]  # fmt: skip
+    assert not wrong, wrong
 
 
 def groups() -> dict[str, list[str]]:
