@@ -139,6 +139,19 @@ def test_a_budget_sends_where_there_is_a_link_and_the_choice_is_a_value():
         assert sent(step, *args) == (out, back)
 
 
+def test_no_more_is_on_the_host_than_may_be():
+    fewest, _ = chosen(0, SENDING)
+    loop = max(fewest.found.units, key=lambda unit: unit.away)
+    for part in (1, 2):
+        chooser = WithinBytes(0, SENDING, host=loop.away * 2 // part - 1)
+        step, *args = step_of(MODEL, ax.Plan(remat=chooser), {"data": 1, "fsdp": 2}, 16)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*XLA for CPUs drops that")
+            step.trace(*args)
+        assert sum(unit.away for unit in chooser.found.units) <= loop.away * 2 // part - 1
+    assert loop.away > 0 and not any(unit.host for unit in chooser.found.units)
+
+
 def test_more_room_repeats_and_sends_less():
     fewest, _ = chosen(0, SENDING)
     tried = [chosen(share * fewest.found.live, SENDING)[0].found for share in (1, 2, 1000)]

@@ -4,6 +4,7 @@ import collections
 import json
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from flax import nnx
@@ -12,12 +13,13 @@ from predicted_steps import GEMMA, GPT, LLAMA, QWEN, config
 import axonml_jax as ax
 from axonml_jax.base import named_leaves
 from axonml_jax.cost.decoder import decoder_weights, problems
-from axonml_jax.cost.memory import fuses_attention
+from axonml_jax.cost.memory import SENDS, fuses_attention
 from axonml_jax.cost.published import FLOAT32_ADAM, GridDegrees, layer_volumes, zero
 from axonml_jax.ledger.predict import in_bytes, predict, sent_by_axes
 from axonml_jax.models.config import PRESETS, TransformerConfig, preset
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.pipeline.schedules import Pipelined
+from axonml_jax.planner.hardware import HARDWARE, Assumptions
 
 PUBLISHED = {
     "gpt2-small": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
@@ -242,6 +244,30 @@ def test_a_plan_with_a_budget_is_predicted_as_the_first_word_that_fits():
     assert of(memory="40GiB").memory == of().memory and "remat=None" in of(memory="40GiB").notes[-1]
     assert of(memory=selective.memory.total).recomputed_flops_per_token == selective.recomputed_flops_per_token
     assert of(memory="1GiB").memory == full.memory and "not to fit" in of(memory="1GiB").notes[-1]
+
+
+def test_a_loop_that_does_not_fit_is_predicted_to_send_what_its_link_takes():
+    """Qwen3-8B, one sequence of 1,048,576: TRL publishes 56.2 GB a device on 8 H100s."""
+    model = replace(preset("qwen3-8b"), max_length=2**20)
+    given = {"global_batch": 1, "platform": "cuda"}
+    plan = partial(ax.Plan, precision="bf16", context=ax.Context(method="ulysses", shard=True))
+    of = lambda model=model, **own: predict(plan(**own), model, {"fsdp": 1, "context": 8}, **given)
+    full, found = of(remat="full").memory, of(memory="56.2GB")
+    boundaries = 36 * (2**20 // 8) * 4096 * 2
+    assert full.total > 80e9 and found.memory.total <= 56.2e9
+    assert (
+        found.memory.kept_on_host == boundaries and "36.0 GiB of what is kept in the host's memory" in found.notes[-1]
+    )
+    assert full.total - found.memory.total == boundaries - 2 * boundaries // 36  # two blocks' are back at once
+    assert of(memory="100GB").memory.kept_on_host == 0 == of(remat="full").memory.kept_on_host
+    unrolled = of(replace(model, scan_layers=False), memory="56.2GB")
+    assert unrolled.memory.kept_on_host == 0 and "not to fit" in unrolled.notes[-1]
+
+
+def test_what_is_sent_fits_the_links_of_the_table():
+    for each in HARDWARE.values():
+        assert SENDS[each.platform] <= each.host_link / (0.5 * each.flops) and "host_link" in each.sources
+        assert Assumptions.on(each).host_bandwidth == each.host_link
 
 
 def test_between_two_words_as_few_blocks_as_fit_recompute():

@@ -240,7 +240,7 @@ class Run:
       roles: of the mesh's axes, or of several that one strategy owns.
       microbatches: per update and rank.
       full, selective: 1 where the backward recomputes that much, else 0; between them where it does so in a part of the blocks.
-      sends: whether blocks in a loop keep in the host's memory what the link takes meanwhile.
+      sends: bytes that blocks in a loop may keep in the host's memory, as far as the link takes them meanwhile.
       pipelined: whether stages lie along `pipe`.
       gathers: how often a pipeline gathers its stages in its ticks; None: once per step.
       kernels: whether kernels of this library's compute norms, activations and cross entropy where they apply.
@@ -252,7 +252,7 @@ class Run:
     microbatches: Many
     full: Many = 0
     selective: Many = 0
-    sends: bool = False
+    sends: float = 0
     pipelined: bool = False
     gathers: Many | None = None
     copies: Many = 0

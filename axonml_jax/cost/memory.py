@@ -156,7 +156,8 @@ def block_activations(
     others = most(others, 0 if experts is None else experts.held(itemsize))
     # In one pass logits and their gradient are in 16 bits; XLA's own cross entropy has one of them in float32.
     of_logit = itemsize + (2 * wide if not one_pass else itemsize if run.kernels else wide)
-    sent = least(kept, divided(tokens * _sent(config, length, platform), inside)) if apart and run.sends else 0
+    link = divided(tokens * _sent(config, length, platform), inside)
+    sent = least(kept, least(link, int(run.sends) // config.num_layers)) if apart and run.sends else 0
     return BlockActivations(kept, rebuilt, boundary, tokens * words * of_logit, others, sent)
 
 
@@ -301,7 +302,7 @@ class Memory:
       padding: zeros that make leaves divide, in parameters and optimizer.
       batch: the rank's rows.
       host: bytes of all these that rest in host memory instead.
-      sent: bytes kept for the backward in host memory, which are in none of the others.
+      kept_on_host: bytes kept for the backward in host memory, which are in none of the others.
     """
 
     parameters: Many = 0
@@ -314,7 +315,7 @@ class Memory:
     padding: Many = 0
     batch: Many = 0
     host: Many = 0
-    sent: Many = 0
+    kept_on_host: Many = 0
 
     @property
     def arguments(self) -> Many:
@@ -445,7 +446,8 @@ def memory(
     each = [states(weights, parts, run, moments) for parts in ranks]
     held = {kind: most(*(own[kind] for own in each)) for kind in each[0]}
     return Memory(
-        **held, activations=activations, gathered=whole, pipeline=pipeline, batch=batch, host=on_host(held, offload), sent=sent,
+        **held, activations=activations, gathered=whole, pipeline=pipeline, batch=batch, host=on_host(held, offload),
+        kept_on_host=sent,
     )  # fmt: skip
 
 

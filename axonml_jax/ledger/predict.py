@@ -348,7 +348,7 @@ def sent_by_axes(prediction: Drawn) -> dict[str, dict[str, float]]:
 def _memory(axes: Any, prediction: Drawn, budget: float | None) -> None:
     """What rests, then what the fullest moment adds; kinds may have their largest moments at different times."""
     held = prediction.memory
-    kinds = {name: size for name, size in held.by_kind().items() if size and name not in ("host", "sent")}
+    kinds = {name: size for name, size in held.by_kind().items() if size and name not in ("host", "kept_on_host")}
     top = max(sum(kinds.values()), held.total)
     unit, size_of = _unit(top)
     bottom = 0.0
@@ -514,13 +514,13 @@ def _within(plan: Plan, model: DecoderLike, degrees: Mapping[str, int], **given:
 
     Blocks in one loop keep alike, but not all of their products; of these a third at a time is counted. Stages of a pipeline
     keep alike by one word. A budget that is a share of a device is not known here: then nothing is recomputed. Blocks in a loop
-    send to the host what the platform's link takes, where that fits and the word alone does not.
+    send to the host what the platform's link takes, and no more than the budget, where that fits and the word alone does not.
     """
     memory, size = plan.memory, bytes_meant(plan.memory) if isinstance(plan.memory, str) else plan.memory
     budget = math.inf if size is None or size <= 1 else size
     total = 3 if model.scan_layers else model.num_layers
 
-    def of(word: int, blocks: int = total, sends: bool = False) -> Prediction:
+    def of(word: int, blocks: int = total, sends: float = 0) -> Prediction:
         again = (
             {REMATS[word]: Fraction(blocks, total), REMATS[word - 1]: Fraction(total - blocks, total)} if word else {}
         )
@@ -528,15 +528,14 @@ def _within(plan: Plan, model: DecoderLike, degrees: Mapping[str, int], **given:
 
     fits = lambda found: found.memory.total <= budget
     alike = plan.pipe is not None and degrees.get(AXIS, 1) > 1
-    there = (
-        (False, True) if model.scan_layers and not alike and of(len(REMATS) - 1, sends=True).memory.sent else (False,)
-    )
+    loops = model.scan_layers and not alike and math.isfinite(budget)
+    there = (0, budget) if loops and of(len(REMATS) - 1, sends=budget).memory.kept_on_host else (0,)
     ways = [(word, sends) for word in range(len(REMATS)) for sends in there]
     word, sends = next((way for way in ways if fits(of(way[0], sends=way[1]))), ways[-1])
     whole = alike or not word or sends
     blocks = total if whole else bisect_left(range(total), True, key=lambda n: fits(of(word, n)))
     found, how = of(word, blocks, sends), f"remat={REMATS[word]!r}"
-    how += f", and {size_in_words(found.memory.sent)} of what is kept in the host's memory" if sends else ""
+    how += f", and {size_in_words(found.memory.kept_on_host)} of what is kept in the host's memory" if sends else ""
     if blocks < total:
         what = "thirds of the loop's block" if model.scan_layers else "blocks"
         how += f" in {blocks} of {total} {what}" + (f", {REMATS[word - 1]!r} in the others" if word > 1 else "")
@@ -592,11 +591,11 @@ def _predict(
     torus: int,
     documents: bool,
     again: Mapping[str | None, Fraction] | None = None,
-    sends: bool = False,
+    sends: float = 0,
 ) -> Prediction:
     """See `predict`; `again`: of words of recomputation the part of the blocks that has each; None: all have the plan's.
 
-    `sends`: whether blocks in a loop send to the host what the link takes.
+    `sends`: bytes that blocks in a loop may keep in the host's memory.
     """
     degrees = {axis: degrees[axis] for axis in (*AXES, *flat_axes(plan.axes)) if axis in degrees}
     plan = plan.decided(Fabric(devices=math.prod(degrees.values()), torus=torus), degrees)

@@ -1,5 +1,6 @@
 """What a plan keeps, and where, unit by unit: by names, by a budget of bytes, or as chosen before. `units.py` runs it."""
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -267,13 +268,16 @@ class WithinBytes:
       allowance: bytes for all that comes and goes in a step.
       rates: of the device.
       fronts: of kinds of units, where those that another one found are to be had.
+      host: bytes that may be in the host's memory; a loop takes its part of them.
 
     Attributes:
       found: what was chosen; None before it was asked.
     """
 
-    def __init__(self, allowance: int, rates: Rates, fronts: dict[Any, list[Price]] | None = None):
-        self.allowance, self.rates = allowance, rates
+    def __init__(
+        self, allowance: int, rates: Rates, fronts: dict[Any, list[Price]] | None = None, host: float = math.inf
+    ):
+        self.allowance, self.rates, self.host = allowance, rates, host
         self.found: Recompute | None = None
         self._fronts = {} if fronts is None else fronts
 
@@ -282,7 +286,11 @@ class WithinBytes:
         for unit in units:
             if (unit.kind, unit.plain) not in self._fronts:
                 self._fronts[unit.kind, unit.plain] = front(graph_of(*unit.work), self.rates, plain=unit.plain)
-        fronts = [self._fronts[unit.kind, unit.plain] for unit in units]
+        most = self.host / max(1, sum(not unit.plain for unit in units))
+        fronts = [
+            [price for price in self._fronts[unit.kind, unit.plain] if unit.trips * price.away <= most]
+            for unit in units
+        ]
         pieces = [Piece(own, u.trips, u.entering, u.grads) for u, own in zip(units, fronts, strict=True)]
         chosen = choose(pieces, self.allowance)
         if chosen is None:  # what keeps nothing holds least

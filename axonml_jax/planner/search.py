@@ -231,7 +231,7 @@ class Question:
       strategy: one of the user's own along `fsdp`; None: the stages of ZeRO.
       saves: what is assumed of failures, restarts and checkpoints.
       documents: whether rows hold several documents.
-      sends: whether blocks in a loop keep in the host's memory what its link takes.
+      sends: bytes that blocks in a loop may keep in the host's memory, as far as the link takes them.
     """
 
     model: TransformerConfig
@@ -247,7 +247,7 @@ class Question:
     strategy: AbstractStrategy | None = None
     saves: SaveAssumptions = SaveAssumptions()
     documents: bool = False
-    sends: bool = False
+    sends: float = 0
 
     @property
     def dtype(self) -> str:
@@ -1119,7 +1119,7 @@ def _search(
     meshes = _meshes(asked, axes, remats, offload, illegal)
     known = away = quick(meshes, asked, offload)
     if asked.model.scan_layers and SENDS.get(asked.hardware.platform or "") and offload is CPUOffload.NONE:
-        away = quick(meshes, replace(asked, sends=True), offload)
+        away = quick(meshes, replace(asked, sends=asked.memory), offload)
     for (degrees, ways), (seconds, sizes), (_, less) in zip(meshes, known, away, strict=True):
         limit = MARGINS["pipe" in degrees] * asked.memory
         dropped[_TOO_LARGE] += int((sizes > limit).sum())

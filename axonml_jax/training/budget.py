@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -141,7 +142,8 @@ class Budgeted:
 
     def _chosen(self, args: tuple, budget: int) -> list[tuple]:
         """What was compiled, in order: the first choice, one or two more, what holds least."""
-        tried = [self._within(args, budget - _resting(args))]
+        within = partial(self._within, args, budget)
+        tried = [within(budget - _resting(args))]
         for _ in range(2):
             found, peak, _, _ = tried[-1]
             near = peak > _NEAR * budget or found.seconds == 0 or len(tried) > 1
@@ -149,17 +151,20 @@ class Budgeted:
             # compiler's peak need not fall with it, so the last one holds clearly less.
             aim = found.live + budget - peak
             aim = aim if len(tried) == 1 else min(aim, found.live * 3 // 4)
-            again = None if peak <= budget and near else self._within(args, aim, tried)
+            again = None if peak <= budget and near else within(aim, tried)
             if again is None:
                 break
             tried.append(again)
-        if not any(each[1] <= budget for each in tried) and (smallest := self._within(args, 0, tried)):
+        if not any(each[1] <= budget for each in tried) and (smallest := within(0, tried)):
             tried.append(smallest)
         return tried
 
-    def _within(self, args: tuple, allowance: int, known: Sequence[tuple] = ()) -> Any:
-        """The choice within so many bytes, its peak, what runs it and the program; None: it is known."""
-        chooser = WithinBytes(allowance, _RATES[_platform(self._mesh)], self._fronts)
+    def _within(self, args: tuple, budget: int, allowance: int, known: Sequence[tuple] = ()) -> Any:
+        """The choice within so many bytes, its peak, what runs it and the program; None: it is known.
+
+        A host has as much memory for each of its devices as the device, or more: so much is sent there, at most.
+        """
+        chooser = WithinBytes(allowance, _RATES[_platform(self._mesh)], self._fronts, host=budget)
         compiled = self._with(chooser)
         compiled.trace(*args)  # asks it; the program that is compiled is of the same trace
         assert isinstance(chooser.found, Recompute)

@@ -53,10 +53,10 @@ def main() -> None:
     parser.add_argument("--remat", nargs="*", default=None, help="none, selective, full, or labels divided by commas")
     parser.add_argument("--memory", nargs="*", default=[])
     given = parser.parse_args()
-    config, axis = (LONG, "context") if given.long else (LLAMA, "fsdp")
+    config, axes = (LONG, ("fsdp", "context")) if given.long else (LLAMA, ("data", "fsdp"))
     config = replace(config, num_layers=given.layers or config.num_layers)
     devices = topology_devices(given.topology or ("v5p:2x2x2" if given.long else "v5e:2x4"))
-    mesh = Mesh(order_devices((len(devices),), devices), (axis,), axis_types=(AxisType.Auto,))
+    mesh = Mesh(order_devices((1, len(devices)), devices), axes, axis_types=(AxisType.Auto,) * 2)
     length = given.length or config.max_length
     rows = given.rows or (1 if given.long else 16 * len(devices))
     own = {"context": ax.Context(method=given.method, shard=True)} if given.long else {}
