@@ -1,19 +1,27 @@
 """FSDP compiled for TPU chips that are not there: memory by the chip's own account, and gathers behind compute."""
 
+import functools
 import importlib.util
 import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, Mesh
 
 import axonml_jax as ax
 from axonml_jax.ledger.compiled import BETWEEN_SLICES
 from axonml_jax.ledger.predict import predict
 from axonml_jax.mesh.shape import order_devices
+from axonml_jax.model.view import functionalize
 from axonml_jax.models.config import TransformerConfig
+from axonml_jax.parallel.placement import bind_plan
 from axonml_jax.planner.verify import topology_devices, verify_plan
+from axonml_jax.training.budget import peak_of
+from axonml_jax.training.run_state import abstract_state, resting_shapes
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (pip install 'axonml-jax[tpu]')"
@@ -83,6 +91,61 @@ def test_half_of_the_gathered_bytes_travel_while_matrices_are_multiplied(compile
     _, plans = compiled
     overlap = plans[name].overlap
     assert overlap.hidden >= 0.5 * overlap.size, overlap
+
+
+TRIPS, WIDTH, ROWS = 6, 2048, 2048
+
+
+class Looped(nnx.Module):
+    """Blocks in a loop, wide enough for a chip's link to take what enters them while they compute."""
+
+    def __init__(self, rngs):
+        make = lambda *shape: nnx.Param(jax.random.normal(rngs.params(), (TRIPS, *shape), "float32"))
+        self.up, self.down = make(WIDTH, 4 * WIDTH), make(4 * WIDTH, WIDTH)
+
+    def __call__(self, x):
+        block = lambda x, own: (x + jnp.tanh(x @ own[0]) @ own[1], None)
+        return jax.lax.scan(block, x, (self.up[...], self.down[...]))[0]
+
+
+@pytest.fixture(scope="module")
+def looped():
+    """A function of options of the plan: what a chip and its host are planned to hold, and what was chosen."""
+    devices = topology_devices("v5e:2x4")
+    mesh = Mesh(devices, ("fsdp",), axis_types=(AxisType.Auto,))
+    view, shapes = functionalize(nnx.eval_shape(lambda: Looped(nnx.Rngs(0))))
+    batch = {"x": jax.ShapeDtypeStruct((8 * ROWS, WIDTH), "float32")}
+
+    @functools.cache
+    def planned(**own):
+        placement, tx = (
+            bind_plan(ax.Plan(precision="bf16", **own), shapes, mesh, stacks=view.stacked_dims),
+            optax.sgd(0.1),
+        )
+        loss = lambda model, batch: (model(batch["x"]) ** 2).mean()
+        step = ax.TrainStep(view, placement, mesh, loss, tx)
+        state = resting_shapes(abstract_state(shapes, tx, placement), placement, tx, mesh)
+        found = step.lower(state, batch).compile()
+        return found.memory_analysis(), peak_of(found), step.recompute
+
+    with jax.enable_x64(False):
+        yield planned
+
+
+def test_what_a_loop_sends_to_the_host_leaves_the_chip(looped):
+    full, _, _ = looped(remat="full")
+    sent, _, _ = looped(remat=("host:input",))
+    entering = TRIPS * ROWS * WIDTH * 2  # in bfloat16
+    assert full.host_temp_size_in_bytes == 0 and sent.host_temp_size_in_bytes == entering
+    assert full.temp_size_in_bytes - sent.temp_size_in_bytes >= entering - 3 * entering // TRIPS  # few trips' are back
+
+
+def test_a_budget_below_full_recomputation_is_kept_to_by_sending(looped):
+    _, most, _ = looped(remat="full")
+    budget = most - ROWS * WIDTH * 2  # an activation less
+    planned, peak, chosen = looped(memory=budget)
+    assert peak <= budget and planned.host_temp_size_in_bytes == sum(unit.away for unit in chosen.units) > 0
+    assert "on the host" in str(chosen) and "input" in str(chosen)
 
 
 def test_two_slices_share_one_program_and_only_sums_over_data_cross_them():
