@@ -156,15 +156,15 @@ def block_activations(
     others = most(others, 0 if experts is None else experts.held(itemsize))
     # In one pass logits and their gradient are in 16 bits; XLA's own cross entropy has one of them in float32.
     of_logit = itemsize + (2 * wide if not one_pass else itemsize if run.kernels else wide)
-    link = divided(tokens * _sent(config, length, platform), inside)
-    sent = least(kept, least(link, int(run.sends) // config.num_layers)) if apart and run.sends else 0
+    sent = least(kept, _sent(config, divided(tokens, inside), length, platform, run)) if apart else 0
     return BlockActivations(kept, rebuilt, boundary, tokens * words * of_logit, others, sent)
 
 
-def _sent(config: DecoderLike, length: int, platform: str | None) -> int:
-    """Bytes per token that go to the host while one block computes its forward."""
+def _sent(config: DecoderLike, tokens: Many, length: int, platform: str | None, run: Run) -> Many:
+    """Bytes that may go to the host while one block computes the forward of so many tokens with all of its heads."""
     of_blocks = config.flops_per_token(length) - 6 * config.hidden_size * config.vocab_size
-    return int(SENDS.get(platform or "", 0.0) * of_blocks / 3 / config.num_layers)
+    link = int(SENDS.get(platform or "", 0.0) * of_blocks / 3 / config.num_layers)
+    return least(tokens * link, int(run.sends) // config.num_layers)
 
 
 def _sums(config: DecoderLike, degrees: Mapping[str, Many], boundary: Many, selective: Many) -> Many:
