@@ -7,6 +7,7 @@ import math
 import os
 import re
 import stat
+import textwrap
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
-from jsonargparse import SUPPRESS, ArgumentError, ArgumentParser, Namespace, get_loader
+from jsonargparse import SUPPRESS, ArgumentError, ArgumentParser, DefaultHelpFormatter, Namespace, get_loader
 
 from axonml_jax.base import AXIS_SYNONYMS, KEYS, NO_AXIS, SAME_KEYS, SECTIONS, meant
 from axonml_jax.config.sections import (
@@ -984,6 +985,16 @@ def as_dict(config: RunConfig) -> dict[str, Any]:
     return values
 
 
+class _Help(DefaultHelpFormatter):
+    """Breaks no flag at its hyphens, so that what is copied from the help is a flag."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return textwrap.indent("\n".join(self._split_lines(text, width - len(indent))), indent)
+
+
 def config_parser(command: str, more: str = "", own: bool = False) -> ArgumentParser:
     """The parser with one flag for every configuration key, its help taken from the docstrings.
 
@@ -998,6 +1009,7 @@ def config_parser(command: str, more: str = "", own: bool = False) -> ArgumentPa
         description="CONFIG is a YAML file, or the name of one that comes with the package, such as quickstart; every key of "
         "it can be given as a flag, which wins over the file.",
         epilog=more,
+        formatter_class=_Help,
         exit_on_error=False,
     )
     parser.add_argument("--config", action="config", help=SUPPRESS)
