@@ -304,8 +304,7 @@ def folded(text: str) -> str:
 
 def _broken(block: str, width: int) -> Iterator[str]:
     for line in block.split("\n"):
-        begins = re.match(r"\w+ {2,}| *", line)
-        indent = " " * (len(begins[0]) or 4) if begins else ""
+        indent = " " * (len(line) - len(re.sub(r"^(\w+ {2,}| *)", "", line)) or 4)
         whole = {"break_long_words": False, "break_on_hyphens": False}
         yield line if len(line) <= width else textwrap.fill(line, width, subsequent_indent=indent, **whole)
 

@@ -741,10 +741,8 @@ def opening_of(split: TextSplit | DocumentSplit, config: DataConfig) -> str:
         row = split.valid[0][0]
         given = int((row["targets"] >= 0).argmax()) + 1 if config.prompt_field else _OPENING
         text = rules.decode(row["tokens"][row["segment_ids"] == 1][:given])
-        if config.prompt_field:
-            return text or "\n"
-    words = re.match(r"\s*\S+(?:[^\S\n]+\S+){0,3}", text)
-    return words.group()[:80] if words else "\n"
+    words = None if config.prompt_field else re.match(r"\s*\S+(?:[^\S\n]+\S+){0,3}", text)
+    return text if config.prompt_field and text else words.group()[:80] if words else "\n"
 
 
 _OPENING = 256  # tokens in which four words are looked for

@@ -371,7 +371,7 @@ class Trainer(Generic[M]):
         return f"{type(self).__name__}({self.model!r}, accumulate={accumulate}, max_grad_norm={clips})"
 
     def __str__(self) -> str:
-        return f"{folded(repr(self))}\n{self.model._resting_in_words()}"
+        return f"{folded(repr(self))}{str(self.model).removeprefix(folded(repr(self.model)))}"
 
     @property
     @no_mesh_around()
@@ -925,12 +925,10 @@ class ParallelModel(SavedModel):
         return f"{type(self).__name__}(mesh={dict(self.mesh.shape)}, plan={in_words(self.plan, self.mesh.shape)}{read})"
 
     def __str__(self) -> str:
-        return f"{folded(repr(self))}\n{self._resting_in_words()}"
-
-    def _resting_in_words(self) -> str:
         from axonml_jax.ledger.report import resting
 
-        return resting(self._placement.resting.params, in_stages=self._placement.stages is not None)
+        rests = resting(self._placement.resting.params, in_stages=self._placement.stages is not None)
+        return f"{folded(repr(self))}\n{rests}"
 
     def _repr_html_(self) -> str:
         return self.plan._repr_html_(f"ax.{type(self).__name__}", self.mesh.shape)
