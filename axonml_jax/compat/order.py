@@ -17,7 +17,7 @@ from jax._src.config import trace_context
 from jax._src.core import trace_state_clean
 from jax._src.lax import parallel
 from jax._src.mesh import thread_resources
-from jax.ad_checkpoint import Offloadable
+from jax.ad_checkpoint import Offloadable as Offloadable
 from jax.core import Tracer
 from jax.extend.core import Primitive, Var, get_opaque_trace_state
 from jax.extend.random import threefry_2x32
@@ -375,8 +375,8 @@ class SaveWhere:
 
     saves: Callable[[Saveable], bool | Offloadable]
 
-    def __call__(self, prim: Any, *avals: Any, **params: Any) -> bool | Offloadable:
-        """JAX's protocol."""
+    def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
+        """JAX's protocol, typed as if the answer were a truth value always."""
         return self.saves(Saveable(prim.name, avals, params))
 
 
