@@ -14,6 +14,7 @@ from plan_models import F64, linear, regression, weighted_loss
 from predicted_steps import GPT, LLAMA, config, step_of
 
 import axonml_jax as ax
+from axonml_jax.parallel import recompute
 from axonml_jax.parallel.recompute import Recompute, WithinBytes
 from axonml_jax.program.recompute import Rates
 from axonml_jax.testing.equality import assert_equals_single_device
@@ -91,7 +92,7 @@ def test_a_loop_sends_each_value_once_in_its_body_and_brings_it_back_once(name):
         assert sent(*step_of(MODEL, ax.Plan(remat=remat, **options), degrees, 8)) == (number, number)
 
 
-def test_what_cannot_be_sent_is_refused_and_what_is_not_sent_is_said():
+def test_what_cannot_be_sent_is_refused_and_what_is_not_sent_is_said(monkeypatch):
     batch, mesh = regression(8), mesh_of(data=2)
     trainer = lambda model, **own: ax.DDP(model(nnx.Rngs(0)), mesh, **own).trainer(optax.sgd(0.1), weighted_loss)
     with pytest.raises(ValueError, match=r"sends values of the units \[.*these are no loops.*Loop over the blocks"):
@@ -105,6 +106,10 @@ def test_what_cannot_be_sent_is_refused_and_what_is_not_sent_is_said():
         ax.Plan(pipe=ax.Pipelined(num_microbatches=2), remat=POLICY)
     with pytest.raises(ValueError, match=r"pipe: stages keep alike.*host:input"):
         ax.Plan(pipe=ax.Pipelined(num_microbatches=2), remat=["host:input"])
+    monkeypatch.setattr(recompute, "platform_around", lambda: "tpu")
+    trainer(Scanned, remat=POLICY).step(batch)  # nothing to say
+    with pytest.warns(UserWarning, match=r"in a unit that is no loop: XLA for TPUs then holds more"):
+        trainer(Unrolled, remat=POLICY).step(batch)
 
 
 SENDING = Rates(1e11, 1e11, 1e10, host=1e12)
