@@ -195,7 +195,7 @@ def test_bandwidth_across_nodes_is_shared():
 def test_every_figure_of_the_table_has_a_source():
     assert set(HARDWARE) == {"v4", "v5e", "v5p", "v6e", "a100", "h100", "h200"}
     for each in HARDWARE.values():
-        figures = {"flops", "memory", "memory_bandwidth", "link", "island", "cross"}
+        figures = {"flops", "memory", "memory_bandwidth", "link", "island", "cross", "host_link"}
         assert set(each.sources) == figures | ({"torus"} if each.platform == "tpu" else set())
     peaks = {"v4": 275e12, "v5e": 197e12, "v5p": 459e12, "v6e": 918e12, "a100": 312e12, "h100": 989e12, "h200": 989e12}
     assert {name: each.flops for name, each in HARDWARE.items()} == peaks
