@@ -514,7 +514,7 @@ def _within(plan: Plan, model: DecoderLike, degrees: Mapping[str, int], **given:
 
     Blocks in one loop keep alike, but not all of their products; of these a third at a time is counted. Stages of a pipeline
     keep alike by one word. A budget that is a share of a device is not known here: then nothing is recomputed. Blocks in a loop
-    send to the host what the platform's link takes, and no more than the budget, where that fits and the word alone does not.
+    send to the host what the platform's link takes, and no more than the budget, where no word fits alone.
     """
     memory, size = plan.memory, bytes_meant(plan.memory) if isinstance(plan.memory, str) else plan.memory
     budget = math.inf if size is None or size <= 1 else size
@@ -530,7 +530,7 @@ def _within(plan: Plan, model: DecoderLike, degrees: Mapping[str, int], **given:
     alike = plan.pipe is not None and degrees.get(AXIS, 1) > 1
     loops = model.scan_layers and not alike and math.isfinite(budget)
     there = (0, budget) if loops and of(len(REMATS) - 1, sends=budget).memory.kept_on_host else (0,)
-    ways = [(word, sends) for word in range(len(REMATS)) for sends in there]
+    ways = [(word, sends) for sends in there for word in range(len(REMATS))]
     word, sends = next((way for way in ways if fits(of(way[0], sends=way[1]))), ways[-1])
     whole = alike or not word or sends
     blocks = total if whole else bisect_left(range(total), True, key=lambda n: fits(of(word, n)))

@@ -1070,6 +1070,8 @@ def plan(
     for each in strategies:
         stage_of(each)
         found += _search(replace(asked, strategy=each), *allowed, CPUOffload.NONE, Counter(), dropped)
+    if not found and asked.model.scan_layers and SENDS.get(asked.hardware.platform or ""):
+        found = _search(replace(asked, sends=asked.memory), *allowed, CPUOffload.NONE, Counter(), dropped)
     if not found and offload:
         found = _search(asked, *allowed, CPUOffload.OPTIMIZER_STATES, Counter(), dropped)
     found = _in_order(found)
@@ -1117,18 +1119,19 @@ def _search(
     """The exactly priced ways that fit, fastest first."""
     fitting, doubtful, lean = _Best(EXACTLY), _Best(DOUBTFUL), _Best(LEAN)
     meshes = _meshes(asked, axes, remats, offload, illegal)
-    known = away = quick(meshes, asked, offload)
-    if asked.model.scan_layers and SENDS.get(asked.hardware.platform or "") and offload is CPUOffload.NONE:
-        away = quick(meshes, replace(asked, sends=asked.memory), offload)
-    for (degrees, ways), (seconds, sizes), (_, less) in zip(meshes, known, away, strict=True):
+    for (degrees, ways), (seconds, sizes) in zip(meshes, quick(meshes, asked, offload), strict=True):
         limit = MARGINS["pipe" in degrees] * asked.memory
         dropped[_TOO_LARGE] += int((sizes > limit).sum())
         make = partial(_candidate, degrees, ways, offload, asked)
         for best, among in ((fitting, sizes <= asked.memory), (doubtful, (sizes > asked.memory) & (sizes <= limit))):
             for i in _fastest(np.flatnonzero(among), seconds, sizes):
                 best.keep(float(seconds[i]), partial(make, i))
-        between = _between_words(degrees, ways, seconds, sizes, asked) if offload is CPUOffload.NONE else ()
-        for i, estimate in [*between, *_sending(degrees, seconds, sizes, less, asked)]:
+        between = (
+            _between_words(degrees, ways, seconds, sizes, asked)
+            if offload is CPUOffload.NONE and not asked.sends
+            else ()
+        )
+        for i, estimate in between:
             fitting.keep(estimate, partial(_budgeted, partial(make, i), asked))
         leanest = int(sizes.argmin())
         if sizes[leanest] <= limit:
@@ -1139,7 +1142,8 @@ def _search(
 def _candidate(
     degrees: dict[str, int], ways: tuple[Way, ...], offload: CPUOffload, asked: Question, i: int
 ) -> Candidate:
-    return candidate(degrees, ways[i], offload, asked.strategy)
+    found = candidate(degrees, ways[i], offload, asked.strategy)
+    return replace(found, remat=None, memory=int(asked.memory)) if asked.sends else found  # a word alone does not send
 
 
 def _budgeted(make: Callable[[], Candidate], asked: Question) -> Candidate:
@@ -1167,26 +1171,6 @@ def _between_words(
     part = (held[more] - asked.memory) / (held[more] - held[less])
     times = seconds[more] + part * (seconds[less] - seconds[more])
     return [(int(less[k]), float(times[k])) for k in np.argsort(times, kind="stable")[:PER_MESH]]
-
-
-def _sending(
-    degrees: dict[str, int], seconds: np.ndarray, held: np.ndarray, less: np.ndarray, asked: Question
-) -> list[tuple[int, float]]:
-    """Ways that fit where blocks in a loop send to the host, and not else.
-
-    Args:
-      degrees: of the mesh.
-      seconds, held: of every way.
-      less: what it holds where it sends.
-      asked: for what.
-
-    Returns:
-      Some of the fastest: (the way's number, its time).
-    """
-    if "pipe" in degrees:
-        return []
-    among = np.flatnonzero((held > asked.memory) & (less <= asked.memory))
-    return [(i, float(seconds[i])) for i in _fastest(among, seconds, less)]
 
 
 def _meshes(asked: Question, axes: tuple[str, ...], remats: tuple, offload: CPUOffload, illegal: Counter) -> list:
