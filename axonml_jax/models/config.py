@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from axonml_jax.base import meant, wrong_types
@@ -455,7 +455,7 @@ class TransformerConfig:
         """Number of key and value heads."""
         return self.num_kv_heads or self.num_heads
 
-    @property
+    @cached_property
     def attention_shape(self) -> AttentionShape:
         """The matrices of a block's attention, and the sizes of its heads."""
         if self.latent is not None:
@@ -469,7 +469,7 @@ class TransformerConfig:
             return self.mlp_hidden_size
         return 4 * self.hidden_size if self.activation == "gelu" else -(-8 * self.hidden_size // (3 * 64)) * 64
 
-    @property
+    @cached_property
     def words_at_once(self) -> int:
         """How many words' logits the loss holds at once; 0: those of all words."""
         if self.loss_chunk is not None:
@@ -479,7 +479,7 @@ class TransformerConfig:
             return 0
         return even_chunk(self.vocab_size, LARGE_VOCABULARY)
 
-    @property
+    @cached_property
     def num_params(self) -> int:
         """Number of parameters; tied embeddings count once."""
         tables = 1 if self.tie_embeddings else 2
@@ -487,7 +487,7 @@ class TransformerConfig:
         outside = (tables * self.vocab_size + positions) * self.hidden_size + norm_params(self)
         return outside + sum(self._block_params(i, active=False) for i in range(self.num_layers))
 
-    @property
+    @cached_property
     def active_params(self) -> int:
         """Number of parameters that one token reads: of the experts those that it is sent to."""
         idle = lambda block: self._block_params(block, active=False) - self._block_params(block, active=True)
