@@ -23,6 +23,7 @@ from axonml_jax.planner.hardware import (
     daly_interval,
     expected_goodput,
     failure_rate,
+    hardware,
 )
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks" / "faults"))
@@ -153,7 +154,7 @@ def test_a_plan_says_how_often_to_save():
     found, memory = answer.saving, answer.prediction.memory
     assert found.size == memory.parameters + memory.optimizer >= 12 * answer.prediction.params / 64
     assert found.seconds == pytest.approx(found.steps * answer.best.price.time)
-    assert found.blocked == pytest.approx(0.04 + found.size / 16e9)
+    assert found.blocked == pytest.approx(0.04 + found.size / hardware("h100").host_link)
     assert found.mtbf == pytest.approx(1 / (64 * failure_rate("llama3")))
     assert str(found) in str(answer) and json.loads(answer.to_json())["best"]["saving"]["steps"] == found.steps
     often = ax.plan(preset("llama3-8b"), **asked, saves=SaveAssumptions(mtbf=1.0))

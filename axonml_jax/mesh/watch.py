@@ -515,7 +515,11 @@ class StepTimes:
 
     def log(self) -> list[dict[str, Any]]:
         """The newest steps, in order: when they were begun and done, in seconds since 1970; None: not done yet."""
-        return [dict(each) for each in list(self._log)]
+        now = round(time.time(), 3)  # of steps that the thread has not looked at since they were done
+        ready = {step for step, result, *_ in list(self._pending) if _is_ready(result)}
+        return [
+            each | ({"done": now} if each["done"] is None and each["step"] in ready else {}) for each in list(self._log)
+        ]
 
     def watch(self, stop: threading.Event) -> None:
         """Take note of steps as they get done, until told to stop."""
