@@ -305,8 +305,8 @@ def folded(text: str) -> str:
 def _broken(block: str, width: int) -> Iterator[str]:
     for line in block.split("\n"):
         indent = " " * (len(line) - len(re.sub(r"^(\w+ {2,}| *)", "", line)) or 4)
-        whole = {"break_long_words": False, "break_on_hyphens": False}
-        yield line if len(line) <= width else textwrap.fill(line, width, subsequent_indent=indent, **whole)
+        folds = textwrap.TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        yield line if len(line) <= width else folds.fill(line)
 
 
 def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], left: int, spare: Sequence[str] = ()) -> str:
@@ -331,8 +331,8 @@ def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], left: int, spa
         columns_of_terminal(),
     )
     without = []
-    for name in spare if width is not None else ():
-        if sum(widths[index] + 2 for index in shown) - 2 > width:
+    for name in spare:
+        if width is not None and sum(widths[index] + 2 for index in shown) - 2 > width:
             shown.remove(header.index(name))
             without.append(name)
     lines = [

@@ -735,12 +735,12 @@ def opening_of(split: TextSplit | DocumentSplit, config: DataConfig) -> str:
     """
     rules = load_tokenizer(config.tokenizer)
     if isinstance(split, TextSplit):
-        text = rules.decode(split.valid[:_OPENING])
+        text = rules.decode(split.valid[:_OPENING].tolist())
         text = text.partition("\n")[2].strip("\n") or text
     else:
         row = split.valid[0][0]
         given = int((row["targets"] >= 0).argmax()) + 1 if config.prompt_field else _OPENING
-        text = rules.decode(row["tokens"][row["segment_ids"] == 1][:given])
+        text = rules.decode(row["tokens"][row["segment_ids"] == 1][:given].tolist())
     words = None if config.prompt_field else re.match(r"\s*\S+(?:[^\S\n]+\S+){0,3}", text)
     return text if config.prompt_field and text else words.group()[:80] if words else "\n"
 
