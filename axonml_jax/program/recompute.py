@@ -333,7 +333,7 @@ def front(graph: Graph, rates: Rates, *, plain: bool) -> list[Price]:
       plain: whether keeping whatever the backward reads is to be had; else the work is a loop's, and may send to the host.
     """
     price = functools.cache(partial(graph.price, rates=rates))
-    large = sorted(graph.labels.keys() - graph.given, key=lambda label: (-graph.bytes_of(label), label))
+    large = sorted((label for label in graph.labels if label not in graph.given), key=graph.bytes_of, reverse=True)
     together = [frozenset((label,)) for label in large[:MOST_LABELS]]
     together += [frozenset(large[MOST_LABELS:])] if large[MOST_LABELS:] else []
     found = [price(None)] if plain else []
@@ -348,7 +348,9 @@ def front(graph: Graph, rates: Rates, *, plain: bool) -> list[Price]:
     for _ in range(EXCHANGES):
         found = _best(found)
         known = {each.keep for each in found}
-        found += [price(keep) for keep in {n for own in found for n in _neighbours(own.keep, together)} - known]
+        # In the same order in all processes, which choose alike, each for itself.
+        near = dict.fromkeys(keep for own in found for keep in _neighbours(own.keep, together))
+        found += [price(keep) for keep in near if keep not in known]
     if not plain and rates.host:
         found += [more for each in _best(found) for more in _sending(graph, rates, each)]
     return _best(found)
