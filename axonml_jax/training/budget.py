@@ -26,6 +26,9 @@ _RATES = {
 }
 """Of devices by platform, in round numbers: only how work compares with traffic decides. XLA for CPUs sends nothing."""
 
+_HALVED = 2
+"""How many choices are compiled between what holds least and what is above the budget."""
+
 _NEAR = 0.95
 """A step that fills so much of its budget, or repeats nothing, is not chosen again."""
 
@@ -61,7 +64,7 @@ class Budgeted:
 
     What is chosen from a trace is compiled, and the compiler's plan is read. Where it is above the budget, or leaves much of it
     while work is repeated, the choice is made again with the difference; where that is above it too, once more. Where all are
-    above it, what holds least is compiled: it fits, or the budget is refused.
+    above it, what holds least is compiled: it fits, and up to two choices between are tried, or the budget is refused.
 
     Args:
       step: a `TrainStep`, whose plan has `memory`.
@@ -156,8 +159,19 @@ class Budgeted:
                 break
             tried.append(again)
         if not any(each[1] <= budget for each in tried) and (smallest := within(0, tried)):
-            tried.append(smallest)
+            tried += [smallest, *self._between(within, [*tried, smallest], budget)]
         return tried
+
+    def _between(self, within: Callable[..., Any], tried: Sequence[tuple], budget: int) -> list[tuple]:
+        """Where only what holds least fits: choices between it and the one above it, halving what lies between."""
+        found, low, high = [], tried[-1][0].live, min(each[0].live for each in tried[:-1])
+        while tried[-1][1] <= budget and len(found) < _HALVED:
+            again = within((low + high) // 2, [*tried, *found])
+            if again is None:
+                break
+            found.append(again)
+            low, high = ((low + high) // 2, high) if again[1] <= budget else (low, again[0].live)
+        return found
 
     def _within(self, args: tuple, budget: int, allowance: int, known: Sequence[tuple] = ()) -> Any:
         """The choice within so many bytes, its peak, what runs it and the program; None: it is known.
