@@ -193,10 +193,6 @@ def test_a_step_fits_the_bytes_that_it_is_given(name):
     assert isinstance(step.recompute, Recompute) and step.recompute.seconds > 0
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 11),
-    reason="before jax 0.11 XLA:CPU plans more memory for a model so small where some is made again",
-)
 def test_a_budget_just_missed_repeats_little():
     model = config(LLAMA, num_layers=3, max_length=64)
     make = lambda **own: step_of(model, ax.Plan(**own), {"data": 2}, 16, length=64)

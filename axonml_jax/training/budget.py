@@ -26,8 +26,8 @@ _RATES = {
 }
 """Of devices by platform, in round numbers: only how work compares with traffic decides. XLA for CPUs sends nothing."""
 
-_HALVED = 2
-"""How many choices are compiled between what holds least and what is above the budget."""
+_HALVED, _MUCH_LEFT = 2, 0.75
+"""How many choices are compiled between what fits and what does not, where what fits fills less of its budget."""
 
 _NEAR = 0.95
 """A step that fills so much of its budget, or repeats nothing, is not chosen again."""
@@ -64,7 +64,8 @@ class Budgeted:
 
     What is chosen from a trace is compiled, and the compiler's plan is read. Where it is above the budget, or leaves much of it
     while work is repeated, the choice is made again with the difference; where that is above it too, once more. Where all are
-    above it, what holds least is compiled: it fits, and up to two choices between are tried, or the budget is refused.
+    above it, what holds least is compiled: it fits, or the budget is refused. Where what fits fills less than three quarters of
+    it, up to two choices between that and the one above are compiled.
 
     Args:
       step: a `TrainStep`, whose plan has `memory`.
@@ -159,18 +160,24 @@ class Budgeted:
                 break
             tried.append(again)
         if not any(each[1] <= budget for each in tried) and (smallest := within(0, tried)):
-            tried += [smallest, *self._between(within, [*tried, smallest], budget)]
-        return tried
+            tried.append(smallest)
+        return [*tried, *self._between(within, tried, budget)]
 
     def _between(self, within: Callable[..., Any], tried: Sequence[tuple], budget: int) -> list[tuple]:
-        """Where only what holds least fits: choices between it and the one above it, halving what lies between."""
-        found, low, high = [], tried[-1][0].live, min(each[0].live for each in tried[:-1])
-        while tried[-1][1] <= budget and len(found) < _HALVED:
-            again = within((low + high) // 2, [*tried, *found])
+        """Where what fits leaves much of the budget: choices between it and the one above the budget, by halves."""
+        fitting, above = [each for each in tried if each[1] <= budget], [each for each in tried if each[1] > budget]
+        found: list[tuple] = []
+        if not fitting or not above:
+            return found
+        best, peak, _, _ = min(fitting, key=lambda each: each[0].seconds)
+        low, high = best.live, min(each[0].live for each in above)
+        while best.seconds > 0 and peak < _MUCH_LEFT * budget and low < high and len(found) < _HALVED:
+            middle = (low + high) // 2
+            again = within(middle, [*tried, *found])
             if again is None:
                 break
             found.append(again)
-            low, high = ((low + high) // 2, high) if again[1] <= budget else (low, again[0].live)
+            low, high = (middle, high) if again[1] <= budget else (low, min(middle, again[0].live))
         return found
 
     def _within(self, args: tuple, budget: int, allowance: int, known: Sequence[tuple] = ()) -> Any:

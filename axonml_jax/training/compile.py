@@ -55,7 +55,8 @@ _TRIED_FROM = 50_000_000
 def compiler_options(placement: Placement, mesh: Mesh) -> dict[str, str] | None:
     """Options of `jax.jit` for steps under a plan, or None.
 
-    On CPU: without them XLA of jax 0.10 gathers every unit once and keeps it, as if parameters were whole during the step.
+    On CPU: without them XLA of jax 0.10 gathers every unit once and keeps it, as if parameters were whole during the step, and
+    keeps what was to be recomputed.
 
     On GPU XLA compiles and times dozens of Triton kernels for each product of another shape, beside cuBLASLt's. That takes tens
     of seconds before the first step, and of products of 8 bits minutes. It pays for large products in 16 bits alone
@@ -66,7 +67,8 @@ def compiler_options(placement: Placement, mesh: Mesh) -> dict[str, str] | None:
         size = sum(math.prod(layout.shape) for layout in jax.tree.leaves(placement.params, is_leaf=is_layout))
         few = size < _TRIED_FROM or placement.plan.precision.products is not None
         return {_TRITON_PRODUCTS: "False"} if few and _TRITON_PRODUCTS not in os.environ.get("XLA_FLAGS", "") else None
-    return CPU_BARRIER_OPTIONS if is_on_cpu(mesh) and placement.at_use else None
+    barriers = placement.at_use or placement.plan.remat is not None or placement.plan.memory is not None
+    return CPU_BARRIER_OPTIONS if is_on_cpu(mesh) and barriers else None
 
 
 class Compiled:
