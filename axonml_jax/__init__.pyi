@@ -81,7 +81,7 @@ from axonml_jax.layers.pairs import ParallelMLP as ParallelMLP
 from axonml_jax.layers.products import Prefetch as Prefetch
 from axonml_jax.layers.whole import tensor_specs as tensor_specs
 from axonml_jax.ledger.memory import FSDPMemoryStats as FSDPMemoryStats
-from axonml_jax.ledger.memory import plot_memory as plot_memory
+from axonml_jax.ledger.pictures import plot_memory as plot_memory
 from axonml_jax.ledger.report import explain as explain
 from axonml_jax.meaning.whole_batch import mixing_rows as mixing_rows
 from axonml_jax.mesh.init import init as init

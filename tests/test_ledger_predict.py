@@ -11,11 +11,12 @@ from flax import nnx
 from predicted_steps import GEMMA, GPT, LLAMA, QWEN, config
 
 import axonml_jax as ax
-from axonml_jax.base import named_leaves
+from axonml_jax.base import named_leaves, size_in_words
 from axonml_jax.cost.decoder import decoder_weights, problems
 from axonml_jax.cost.memory import SENDS, fuses_attention
 from axonml_jax.cost.published import FLOAT32_ADAM, GridDegrees, layer_volumes, zero
-from axonml_jax.ledger.predict import in_bytes, predict, sent_by_axes
+from axonml_jax.ledger.pictures import sent_by_axes
+from axonml_jax.ledger.predict import predict
 from axonml_jax.models.config import PRESETS, TransformerConfig, preset
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.pipeline.schedules import Pipelined
@@ -200,16 +201,47 @@ def test_a_picture_names_model_and_plan_and_draws_the_budget(tmp_path):
     found = predicted(config(GPT), {"data": 2, "fsdp": 4}, 16, remat="full", precision="bf16")
     words = drawn(found, tmp_path / "ledger.svg", model="tiny", budget=2 * found.memory.total)
     assert f"tiny: {found.headline}" in " ".join(words)
-    assert f"may be used {in_bytes(2 * found.memory.total)}" in words
+    assert f"may be used {size_in_words(2 * found.memory.total)}" in words
     far = drawn(found, tmp_path / "far.svg", budget=1000 * found.memory.total)
-    assert f"may be used {in_bytes(1000 * found.memory.total)} (far above)" in far
+    assert f"may be used {size_in_words(1000 * found.memory.total)} (far above)" in far
     assert not any(word.startswith("may be used") for word in drawn(found, tmp_path / "none.svg"))
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_the_curve_of_what_may_be_kept_goes_through_the_words_that_are_predicted_one_by_one(scanned, tmp_path):
+    model, degrees = config(LLAMA, num_layers=4, scan_layers=scanned), {"data": 2, "fsdp": 4}
+    found = predicted(model, degrees, 16, remat="full")
+    words = {str(remat): predicted(model, degrees, 16, remat=remat) for remat in (None, "selective", "full")}
+    named = {point.words: (point.memory, point.again) for point in found.curve if point.words}
+    assert named.keys() == words.keys()
+    for word, (memory, again) in named.items():
+        assert (memory, again) == (words[word].memory.total, words[word].again)
+    assert named["None"][1] == 0 and found.again == named["full"][1] > 0
+    memories, work = [point.memory for point in found.curve], [point.again for point in found.curve]
+    assert memories == sorted(set(memories), reverse=True) and work == sorted(set(work))
+    assert (2 * 3 if scanned else 2 * 4) <= len(memories)  # and one more where no point is beaten by another
+    budget = (words["None"].memory.total + words["selective"].memory.total) // 2
+    within = predicted(model, degrees, 16, memory=budget)
+    assert (within.memory.total, within.again) in {(point.memory, point.again) for point in within.curve}
+    drawing = drawn(found, tmp_path / "curve.svg", budget=budget)
+    assert "what may be kept: memory against work done twice" in drawing
+    assert (
+        f"this plan: {size_in_words(found.memory.total)}, {100 * found.again:.3g} % of a step's FLOPs twice" in drawing
+    )
+
+
+def test_stages_keep_by_one_word():
+    model = config(GPT, num_layers=4)
+    found = predicted(model, {"data": 1, "pipe": 2}, 16, pipe=Pipelined(num_microbatches=4))
+    assert {point.words for point in found.curve} <= {"None", "selective", "full"} and len(found.curve) > 1
 
 
 def test_a_picture_has_no_row_without_traffic_and_every_row_says_its_bytes(tmp_path):
     found = predicted(config(GPT), {"data": 1, "fsdp": 4}, 16)
-    words, sent = drawn(found, tmp_path / "ledger.svg"), sent_by_axes(found)
-    assert "data" not in words and {"fsdp", in_bytes(sum(sent["fsdp"].values()))} <= {word.strip() for word in words}
+    words, sent = drawn(found, tmp_path / "ledger.svg"), sent_by_axes(found.shown)
+    assert "data" not in words and {"fsdp", size_in_words(sum(sent["fsdp"].values()))} <= {
+        word.strip() for word in words
+    }
     alone = predicted(config(GPT), {"data": 1}, 16)
     assert "sent per rank and step, by mesh axis" not in drawn(alone, tmp_path / "alone.svg")
 

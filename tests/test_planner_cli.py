@@ -176,6 +176,14 @@ def test_explain_prices_a_configuration_and_draws_it(tiny, tmp_path, capsys):
     assert "--hardware NAME: price a step" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize("memory", ["1KiB", "0.9"])
+def test_explain_refuses_no_budget_of_a_device_that_is_not_there(memory, tiny, capsys):
+    """Nothing is compiled: how much XLA for CPUs holds says nothing of the device, nor does a share of this machine."""
+    assert main(["explain", str(tiny), "--plan.remat=null", f"--plan.memory={memory}"]) == 0
+    out = capsys.readouterr().out
+    assert "all_reduce" in out and "kept for the backward" not in out
+
+
 MISSING = {
     "a picture's folder": (["explain", "--picture", "no/x.svg"], "--picture no/x.svg: there is no folder no; make it"),
     "a picture's format": (["explain", "--picture", "x.bmp"], "--picture x.bmp: the ending chooses the format"),

@@ -1,6 +1,7 @@
 """What units keep for their backward: priced as JAX keeps it, chosen as all choices are, and the same gradients."""
 
 import itertools
+import json
 import os
 import random
 import re
@@ -19,7 +20,7 @@ from predicted_steps import GPT, LENGTH, LLAMA, config, step_of
 
 import axonml_jax as ax
 from axonml_jax.compat.order import SaveWhere
-from axonml_jax.parallel.recompute import Recompute, UnitChoice
+from axonml_jax.parallel.recompute import Recompute, UnitChoice, WithinBytes
 from axonml_jax.program.recompute import KEEP, Keeps, Piece, Price, Rates, choose, front, graph_of, peak
 from axonml_jax.training.budget import budget_of, peak_of
 
@@ -148,6 +149,24 @@ def test_the_choice_repeats_least_of_all_that_fit(seed):
             assert peak(pieces, found) <= budget and seconds(found) == min(map(seconds, fitting))
 
 
+def test_the_curve_of_a_choice_goes_from_nothing_repeated_to_what_holds_least_and_through_what_is_chosen():
+    model = config(LLAMA, num_layers=3, max_length=64)
+    args = step_of(model, ax.Plan(), {"data": 2}, 16, length=64)[1:]
+    points = {}
+    for allowance in (1 << 40, 3 << 20, 0):
+        chooser = WithinBytes(allowance, RATES)
+        step_of(model, ax.Plan(remat=chooser), {"data": 2}, 16, length=64)[0].trace(*args)
+        found = chooser.found
+        points[allowance] = (found.live, found.seconds)
+        curve = found.curve()
+        assert Recompute(found.units).curve() == ()  # what a configuration says was chosen elsewhere
+    assert curve[0] == points[1 << 40] and curve[0][1] == 0 and curve[-1][0] == points[0][0]
+    assert list(curve) == sorted(set(curve), reverse=True) and [s for _, s in curve] == sorted({s for _, s in curve})
+    live, seconds = points[3 << 20]
+    assert 0 < seconds < curve[-1][1] and live < curve[0][0]
+    assert not any(point[0] <= live and point[1] < seconds for point in curve)
+
+
 def products_in(step, state, rows):
     return len(re.findall(r"stablehlo\.dot_general", step.lower(state, rows).as_text()))
 
@@ -243,6 +262,35 @@ def test_budgets_names_policies_and_chosen_units_train_alike_and_what_cannot_be_
         trained(remat={"blocks/9": ["kernel"]})
     with pytest.raises(ValueError, match="share of a device"):
         budget_of(0.5, ax.make_mesh(data=8))
+
+
+class Wide(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([nnx.Linear(64, 64, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = x + nnx.gelu(block(x))
+        return x
+
+
+def test_a_report_says_what_was_kept_and_what_else_may_be(tmp_path):
+    mesh, batch = ax.make_mesh(data=2, devices=jax.devices()[:2]), {"x": np.ones((2048, 64), np.float32)}
+    trainer = lambda **own: ax.DDP(Wide(nnx.Rngs(0)), mesh, **own).trainer(optax.sgd(1e-3), loss_fn)
+    chosen = trainer(memory="3MiB")
+    report = ax.explain(chosen, batch)
+    assert report.recompute == chosen.recompute and str(chosen.recompute) in str(report)
+    told = json.loads(report.to_json())
+    assert told["recompute"] == chosen.recompute.to_dict()
+    curve = [(each["live_bytes"], each["seconds_again"]) for each in told["memory_against_time"]]
+    assert curve == list(report.recompute.curve()) and len(curve) > 2 and "what may be kept" in report._repr_html_()
+    pytest.importorskip("matplotlib")
+    report.save_picture(tmp_path / "curve.svg")
+    assert "chosen: " in (tmp_path / "curve.svg").read_text("utf-8")
+    plain = ax.explain(trainer(), batch)
+    assert plain.recompute is None and "recompute" not in plain.to_dict()
+    with pytest.raises(ValueError, match="nothing was chosen to be kept: give the plan memory="):
+        plain.save_picture(tmp_path / "none.svg")
 
 
 def test_a_pipeline_takes_the_word_that_fits():

@@ -60,6 +60,8 @@ from axonml_jax.planner.search import plan as find_plan
 from axonml_jax.planner.verify import require_compiler, verify, verify_plan
 from axonml_jax.strategies.shard import Shard
 from axonml_jax.strategies.strategy import Fabric
+from axonml_jax.training.budget import foreseen
+from axonml_jax.training.compile import is_on_cpu
 from axonml_jax.training.optimizer import averaging
 from axonml_jax.training.run_state import abstract_state
 from axonml_jax.training.step import TrainStep
@@ -127,9 +129,12 @@ def step_in_words(config: RunConfig, ground: RunSetup) -> list[str]:
     view, shapes, placement = _placed(config, ground)
     tx = averaging(make_optimizer(config.optim, config.train.steps, view.stacked_dims), placement, config.ema.decay)
     more = {"max_grad_norm": config.optim.max_grad_norm, "layer_norms": config.train.layer_norms}
-    step = TrainStep(view, placement, ground.mesh, loss_of(config), tx, **more)
+    given = abstract_state(shapes, tx, placement), ground.batch
+    step = TrainStep(view, foreseen(placement, ground.mesh, given), ground.mesh, loss_of(config), tx, **more)
     with recorded_products() as products:
-        report = explain(step, abstract_state(shapes, tx, placement), ground.batch)
+        report = explain(step, *given)
+    if is_on_cpu(ground.mesh):
+        report = replace(report, recompute=None)  # another machine's kernels keep other values, at other rates
     return [str(report), *(f"\nproducts of {config.plan.precision}\n{each}" for each in products)]
 
 

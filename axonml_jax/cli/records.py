@@ -1,6 +1,7 @@
 """What a run writes down: records, curves, progress, profiles, MLflow."""
 
 import csv
+import importlib
 import json
 import os
 import re
@@ -146,14 +147,21 @@ def mlflow_module() -> Any:
     Raises:
       ConfigError: where it is not installed, saying what to do.
     """
+    _imported("mlflow.entities", "output.mlflow", "'axonml-jax[mlflow]'")
+    return importlib.import_module("mlflow")
+
+
+def _imported(module: str, setting: str, install: str) -> Any:
+    """A module that a setting needs.
+
+    Raises:
+      ConfigError: where it is not installed, saying what to do.
+    """
     try:
-        import mlflow  # pyright: ignore[reportMissingImports]
-        import mlflow.entities  # pyright: ignore[reportMissingImports]
+        return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(
-            "output.mlflow: mlflow is not installed; pip install 'axonml-jax[mlflow]', or leave it off"
-        ) from error
-    return mlflow
+        name = module.partition(".")[0]
+        raise ConfigError(f"{setting}: {name} is not installed; pip install {install}, or leave it off") from error
 
 
 def _kept(folder: Path) -> str:
@@ -296,14 +304,12 @@ _MISSING = "matplotlib is not installed (pip install 'axonml-jax[plots]')"
 
 def _figure() -> Any:
     """An empty figure, or None without matplotlib."""
+    from axonml_jax.ledger.pictures import new_figure
+
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
+        return new_figure(7, 4.2)
+    except ModuleNotFoundError:
         return None
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def _finish(figure: Any, axes: Any, path: Path, columns: int = 1) -> None:
@@ -736,10 +742,7 @@ def wandb_module() -> Any:
     Raises:
       ConfigError: where it is not installed, or nobody is logged in and it is not offline, saying what to do.
     """
-    try:
-        import wandb  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ConfigError("output.wandb: wandb is not installed; pip install wandb, or leave it off") from error
+    wandb = _imported("wandb", "output.wandb", "wandb")
     offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
     if not offline and wandb.api.api_key is None:
         raise ConfigError("output.wandb: nobody is logged in; run `wandb login`, or set WANDB_MODE=offline")
@@ -756,13 +759,7 @@ def tensorboard_writer() -> Any:
     Raises:
       ConfigError: where it is not installed, saying what to do.
     """
-    try:
-        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ConfigError(
-            "output.tensorboard: tensorboardX is not installed; pip install 'axonml-jax[tensorboard]', or leave it off"
-        ) from error
-    return SummaryWriter
+    return _imported("tensorboardX", "output.tensorboard", "'axonml-jax[tensorboard]'").SummaryWriter
 
 
 # --------------------------------------------------------------------------------------------------

@@ -71,17 +71,6 @@ def layer_volumes(
     return {axis: exact(amount) for axis, amount in by_role.items()}
 
 
-def shared_bandwidth(link: float, devices_per_node: int, inner: int) -> Amount | float:
-    """Bandwidth of one GPU across nodes: the node's link over the groups that use it at once.
-
-    Args:
-      link: bandwidth between nodes.
-      devices_per_node: GPUs of a node.
-      inner: product of the dimensions inside this one (a group's members are that many GPUs apart).
-    """
-    return link / min(devices_per_node, inner)
-
-
 # --------------------------------------------------------------------------------------------------
 # Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models": bytes kept by one layer.
 # --------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from axonml_jax.base import aligned
@@ -396,7 +395,6 @@ def _dtype_name(text: str) -> str:
 # --------------------------------------------------------------------------------------------------
 
 _LINE = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
-_SHAPE = re.compile(r"\b(pred|[suf]\d+|bf16|f8\w+)\[([\d,]*)\]")
 _MESH = re.compile(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}")
 _IOTA_SIZE = re.compile(r"replica_groups=\[\d+,(\d+)\]<=")
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
@@ -572,17 +570,14 @@ def _received(body: Sequence[_Instruction], send: int) -> int:
 
 def _transferred(send: _Instruction, kind: str, slices: int) -> float:
     """What one rank sends to those at its place in the other slices."""
-    [(name, dims), *_] = _SHAPE.findall(send.result)
-    size = _itemsize(name) * _elements(dims)
-    kind = kind.removesuffix(BETWEEN_SLICES)
+    size, kind = _array_bytes(*_ARRAY.findall(send.result)[0]), kind.removesuffix(BETWEEN_SLICES)
     return float(wire_elements(kind, size * slices if kind == "all_gather" else size, slices))
 
 
 def _bytes(kind: str, each: _Instruction, sent: str = "") -> float:
     """What one rank sends in one execution."""
     result = result_of_start(kind, each.result) if each.op.endswith("-start") else each.result
-    size = sum(_itemsize(name) * _elements(dims) for name, dims in _SHAPE.findall(result))
-    ranks = _group_size(each.rest)
+    size, ranks = result_bytes(result), _group_size(each.rest)
     whole = size * ranks if kind == "reduce_scatter" else size
     return float(wire_elements(sent or kind, whole, ranks))
 
@@ -599,17 +594,6 @@ def _group_size(rest: str) -> int:
         return int(match[1])
     match = _LISTED.search(rest)
     return match[1].count(",") + 1 if match else 2
-
-
-def _itemsize(name: str) -> int:
-    return 1 if name == "pred" or name.startswith("f8") else int(re.sub(r"\D", "", name)) // 8
-
-
-def _elements(dims: str) -> int:
-    product = 1
-    for dim in filter(None, dims.split(",")):
-        product *= int(dim)
-    return product
 
 
 # --------------------------------------------------------------------------------------------------
@@ -639,19 +623,14 @@ class PartitionedTraffic:
     @property
     def bytes(self) -> Amount:
         """Bytes that one rank sends on a ring per step, what is in loops counted once."""
-        sent = (self._sent(kind, result) * count for (kind, result, _), count in self.entries.items())
+        sent = (_sent(kind, result, self.ranks) * count for (kind, result, _), count in self.entries.items())
         return exact(sum(sent))
-
-    def _sent(self, kind: str, result: str) -> Amount:
-        # A reduce-scatter's result is one part of what it takes.
-        factor = self.ranks if kind == "reduce_scatter" else 1
-        return wire_elements(kind, factor * result_bytes(result), self.ranks)
 
     def __str__(self) -> str:
         header = ["label", "collective", "axes", "result", "where", "count", "bytes/rank"]
         rows = []
         for (kind, result, loop), count in self.entries.items():
-            where, sent = "in a loop" if loop else "once", number(exact(self._sent(kind, result) * count))
+            where, sent = "in a loop" if loop else "once", number(exact(_sent(kind, result, self.ranks) * count))
             rows.append(["partitioner", kind, f"{self.axis} ({self.ranks})", result, where, str(count), sent])
         note = "chosen by XLA's partitioner, read from the compiled program"
         return f"{aligned(header, rows, left=5)}\n{self.axis}: {number(self.bytes)} bytes per rank, {note}"
@@ -695,26 +674,26 @@ def _groups(text: str) -> list[np.ndarray]:
     return [np.array([int(n) for n in group.split(",")]) for group in re.findall(r"\{([\d,]+)\}", text)]
 
 
+def _sent(kind: str, result: str, ranks: int) -> Amount:
+    """Bytes that one rank sends for a collective on a ring: a reduce-scatter's result is one part of what it takes."""
+    return wire_elements(kind, (ranks if kind == "reduce_scatter" else 1) * result_bytes(result), ranks)
+
+
 def result_bytes(result: str) -> int:
     """Bytes of a result type as HLO writes it."""
-    return sum(
-        _kind_itemsize(kind) * math.prod(int(n) for n in dims.split(",") if n) for kind, dims in _ARRAY.findall(result)
-    )
+    return sum(_array_bytes(kind, dims) for kind, dims in _ARRAY.findall(result))
 
 
-def _kind_itemsize(kind: str) -> int:
-    if kind == "pred":
-        return 1
-    bits = re.search(r"\d+", kind)
-    return max(1, int(bits.group()) // 8) if bits else jnp.dtype(jnp.float32).itemsize
+def _array_bytes(kind: str, dims: str) -> int:
+    """Bytes of `kind[dims]`; elements of less than a byte take one."""
+    bits = 8 if kind == "pred" else int(re.findall(r"\d+", kind)[0])
+    return max(1, bits // 8) * math.prod(int(n) for n in dims.split(",") if n)
 
 
 # --------------------------------------------------------------------------------------------------
 # What a compiled step sends along an axis that splits positions and is left to the partitioner: attention, sums, the
 # rest.
 # --------------------------------------------------------------------------------------------------
-
-_DIMS = re.compile(r"\b(?:pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 
 
 @dataclass(frozen=True)
@@ -737,19 +716,15 @@ class PositionTraffic:
 
     def bytes(self, some: Collection[CompiledCollective]) -> Amount:
         """Bytes that one rank sends for some of them on a ring per step, what is in loops counted once."""
-        return exact(sum(map(self._sent, some)))
-
-    def _sent(self, each: CompiledCollective) -> Amount:
-        # A reduce-scatter's result is one part of what it takes.
-        factor = self.ranks if each.kind == "reduce_scatter" else 1
-        return wire_elements(each.kind, factor * result_bytes(each.result), self.ranks)
+        return exact(sum(_sent(each.kind, each.result, self.ranks) for each in some))
 
     def __str__(self) -> str:
+        sent = lambda each: self.bytes([each])
         header, rows = ["what", "collective", "where", "place", "bytes/rank"], []
         for what in ("attention", "sums", "others"):
-            for each in sorted(getattr(self, what), key=self._sent, reverse=True):
+            for each in sorted(getattr(self, what), key=sent, reverse=True):
                 where = "in a loop" if each.in_loop else "once"
-                rows.append([what, each.kind, where, place(each), number(exact(self._sent(each)))])
+                rows.append([what, each.kind, where, place(each), number(sent(each))])
         return aligned(header, rows, left=4)
 
 
@@ -788,5 +763,5 @@ def _is_sum(collective: CompiledCollective, parameters: Collection[int], ranks: 
     if collective.kind not in ("all_reduce", "reduce_scatter"):
         return False
     factor = ranks if collective.kind == "reduce_scatter" else 1
-    shapes = [[int(n) for n in dims.split(",") if n] for dims in _DIMS.findall(collective.result)]
+    shapes = [[int(n) for n in dims.split(",") if n] for _, dims in _ARRAY.findall(collective.result)]
     return all(len(shape) <= 1 or factor * math.prod(shape) in parameters for shape in shapes)

@@ -2,13 +2,11 @@
 
 import json
 import math
-import textwrap
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
@@ -38,6 +36,7 @@ from axonml_jax.cost.memory import (
 )
 from axonml_jax.cost.published import experts_traffic, pipeline_traffic, tensor_traffic, weight_traffic
 from axonml_jax.ledger.count import PADDING, SCALARS, Collective, PrintedTable, axes_table, number
+from axonml_jax.ledger.pictures import Kept, Shown, draw
 from axonml_jax.mesh.axes import AXES, LAYER_AXES, as_axes, flat_axes
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.pipeline.schedules import AXIS
@@ -78,6 +77,7 @@ class Prediction:
       notes: what the numbers leave open.
       timetable: what the pipeline runs when; None without one.
       stage_costs: multiplications per token of the timetable's stages.
+      ways: what else its blocks may keep; None: nobody asked.
     """
 
     degrees: Mapping[str, int]
@@ -102,6 +102,7 @@ class Prediction:
     notes: tuple[str, ...] = ()
     timetable: Timetable | None = field(default=None, repr=False)
     stage_costs: StageCosts | None = field(default=None, repr=False)
+    ways: "Ways | None" = field(default=None, repr=False, compare=False)
 
     @property
     def pipelined(self) -> bool:
@@ -135,6 +136,16 @@ class Prediction:
             found[name] = (sent, least, float(sent / least) if least else None)
         return found
 
+    @property
+    def again(self) -> float:
+        """FLOPs that are done twice over those of forward and backward."""
+        return self.recomputed_flops_per_token / self.flops_per_token
+
+    @property
+    def curve(self) -> tuple[Kept, ...]:
+        """What blocks may keep, the most memory first: bytes of a device, and FLOPs done twice over those of the step."""
+        return () if self.ways is None else self.ways.curve()
+
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values."""
         return {
@@ -154,17 +165,8 @@ class Prediction:
                 name: {"sent": float(sent), "minimum": float(least), "ratio": ratio}
                 for name, (sent, least, ratio) in self.ratios.items()
             },
-            "bubble": self.bubble,
-            "ticks": self.ticks,
-            "microbatches": self.microbatches,
-            "params": self.params,
-            "tokens": self.tokens,
-            "layers": self.layers,
-            "flops_per_token": self.flops_per_token,
-            "recomputed_flops_per_token": self.recomputed_flops_per_token,
+            **{name: getattr(self, name) for name in _NUMBERS},
             "masked_flops_per_token": float(self.masked_flops_per_token),
-            "causal_balance": self.causal_balance,
-            "expert_flops_per_token": self.expert_flops_per_token,
             "notes": list(self.notes),
         }
 
@@ -173,15 +175,19 @@ class Prediction:
         return json.dumps(self.to_dict(), indent=indent)
 
     def save_picture(self, path: Any, *, model: str = "", budget: float | None = None) -> None:
-        """Draw memory by kind and traffic by axis; needs the `plots` extra.
+        """Draw memory by kind, traffic by axis and memory against work done twice; needs the `plots` extra.
 
         Args:
           path: of the file; its suffix chooses the format.
           model: its name, for the title.
           budget: bytes that a device may use, drawn as a line.
         """
+        draw(self.shown, path, model=model, budget=budget)
 
-        draw(self, path, model=model, budget=budget)
+    @property
+    def shown(self) -> Shown:
+        """What a picture shows."""
+        return Shown(self.headline, self.memory, self.traffic, self.curve, self.again)
 
     @property
     def headline(self) -> str:
@@ -242,6 +248,13 @@ class Prediction:
         return "\n".join(lines)
 
 
+_NUMBERS = (
+    *("bubble", "ticks", "microbatches", "params", "tokens", "layers", "flops_per_token", "recomputed_flops_per_token"),
+    *("causal_balance", "expert_flops_per_token"),
+)
+"""Attributes of a prediction that are plain values already."""
+
+
 def _flow_rows(flow: Flow) -> Iterator[list[str]]:
     """A flow in a table: one row, or two where a part of it is padding, which has no launch of its own."""
     place = flow.where if flow.times == 1 else f"{flow.where} ({flow.times})"
@@ -251,153 +264,6 @@ def _flow_rows(flow: Flow) -> Iterator[list[str]]:
     for label, count, elements, sent in parts:
         counts = (number(count), number(elements * flow.times), number(exact(sent)))
         yield [label, flow.kind, ranks, flow.dtype, place, *counts]
-
-
-# --------------------------------------------------------------------------------------------------
-# A prediction as a picture: memory by kind beside what a device has, and bytes by axis.
-# --------------------------------------------------------------------------------------------------
-
-
-class Drawn(Protocol):
-    """What a picture shows of a prediction."""
-
-    @property
-    def memory(self) -> Memory:
-        """By kind."""
-        ...
-
-    @property
-    def traffic(self) -> tuple[Flow, ...]:
-        """Of one step."""
-        ...
-
-    @property
-    def headline(self) -> str:
-        """Model and plan."""
-        ...
-
-
-_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
-_WORK = {
-    "forward": ("forward", "#7fb0e3"), "backward": ("backward", "#2f6fb2"), "": ("once at the end", "#6b6b6b"),
-}  # fmt: skip
-_FAR = 8  # a budget so many times the need would flatten the bar
-
-
-def draw(prediction: Drawn, path: str | Path, *, model: str = "", budget: float | None = None) -> None:
-    """Draw a stack of memory by kind and the traffic of every axis, forward and backward apart.
-
-    Args:
-      prediction: what to draw.
-      path: where; the suffix chooses the format (.svg, .png, .pdf).
-      model: its name, for the title.
-      budget: bytes that a device may use, drawn as a line.
-
-    Raises:
-      ModuleNotFoundError: without matplotlib, which the `plots` extra installs.
-    """
-    figure = new_figure(9, 4.2)
-    put_title(figure, prediction, model)
-    panels(figure, prediction, budget)
-    save(figure, path)
-
-
-def save(figure: Any, path: str | Path) -> None:
-    """Write a figure; an SVG without the date, so that the same picture is the same file."""
-    figure.savefig(path, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
-
-
-def new_figure(width: float, height: float) -> Any:
-    """An empty figure of so many inches.
-
-    Raises:
-      ModuleNotFoundError: without matplotlib, which the `plots` extra installs.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("pictures need matplotlib: pip install 'axonml-jax[plots]'") from error
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def put_title(figure: Any, prediction: Drawn, model: str) -> None:
-    """Name the model and the plan above a figure."""
-    words = f"{model}: {prediction.headline}" if model else prediction.headline
-    figure.suptitle("\n".join(textwrap.wrap(words, 110)), fontsize="medium")
-
-
-def panels(figure: Any, prediction: Drawn, budget: float | None = None) -> None:
-    """Draw memory and, where something is sent, traffic side by side on a figure, or on a part of one."""
-    if not sent_by_axes(prediction):
-        _memory(figure.subplots(), prediction, budget)
-        return
-    memory, traffic = figure.subplots(1, 2, width_ratios=(1, 2))
-    _memory(memory, prediction, budget)
-    _traffic(traffic, prediction)
-
-
-def sent_by_axes(prediction: Drawn) -> dict[str, dict[str, float]]:
-    """Bytes on the wire by mesh axes, then by when they travel."""
-    found: dict[str, dict[str, float]] = {}
-    for flow in prediction.traffic:
-        sent = found.setdefault(",".join(flow.axes), {})
-        sent[flow.work] = sent.get(flow.work, 0.0) + float(flow.wire_bytes)
-    return found
-
-
-def _memory(axes: Any, prediction: Drawn, budget: float | None) -> None:
-    """What rests, then what the fullest moment adds; kinds may have their largest moments at different times."""
-    held = prediction.memory
-    kinds = {name: size for name, size in held.by_kind().items() if size and name not in ("host", "kept_on_host")}
-    top = max(sum(kinds.values()), held.total)
-    unit, size_of = _unit(top)
-    bottom = 0.0
-    for name, size in kinds.items():
-        axes.bar([0], [size / size_of], bottom=bottom, label=f"{name} {in_bytes(size)}", width=0.6)
-        bottom += size / size_of
-    axes.axhline(
-        held.total / size_of, color="black", linestyle="--", label=f"at the fullest moment {in_bytes(held.total)}"
-    )
-    axes.set(title="memory per device", ylabel=unit, xticks=[], xlim=(-0.5, 0.5))
-    axes.set_ylim(0, 1.08 * max(top, budget if budget is not None and budget < _FAR * top else 0) / size_of)
-    if budget is not None:
-        above = "" if budget < _FAR * top else " (far above)"
-        axes.axhline(
-            min(budget, 2 * _FAR * top) / size_of, color="#c0392b", label=f"may be used {in_bytes(budget)}{above}"
-        )
-    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
-
-
-def _traffic(axes: Any, prediction: Drawn) -> None:
-    """Bytes on the wire by axis, stacked by when they travel, with each axis's total in words: some are too small to see."""
-    found = sent_by_axes(prediction)
-    names, totals = list(found), [sum(sent.values()) for sent in found.values()]
-    unit, size_of = _unit(max(totals))
-    starts = [0.0] * len(names)
-    for work, (title, colour) in _WORK.items():
-        sizes = [sent.get(work, 0.0) / size_of for sent in found.values()]
-        if any(sizes):
-            axes.barh(names, sizes, 0.6, left=starts, label=title, color=colour)
-            starts = [start + size for start, size in zip(starts, sizes, strict=True)]
-    for row, (start, total) in enumerate(zip(starts, totals, strict=True)):
-        axes.annotate(f" {in_bytes(total)}", (start, row), va="center", fontsize="small")
-    axes.set(title="sent per rank and step, by mesh axis", xlabel=unit, xlim=(0, 1.3 * max(starts)))
-    axes.set_ylim(len(names) - 0.5 + (len(names) == 1), -0.5 - (len(names) == 1))
-    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3, frameon=False)
-
-
-def in_bytes(size: float) -> str:
-    """A size in the unit that fits it.
-
-    >>> in_bytes(3 * 2**29), in_bytes(0.5 * 2**30), in_bytes(900)
-    ('1.5 GiB', '512.0 MiB', '900 bytes')
-    """
-    unit, size_of = _unit(size)
-    return f"{size / size_of:,.{0 if size_of == 1 else 1}f} {unit}"
-
-
-def _unit(size: float) -> tuple[str, int]:
-    return next((unit for unit in _UNITS if size >= unit[1]), _UNITS[-1])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -509,37 +375,78 @@ REMATS: tuple[str | None, ...] = (None, "selective", "full")
 """Words of recomputation, from the most memory to the least."""
 
 
-def _within(plan: Plan, model: DecoderLike, degrees: Mapping[str, int], **given: Any) -> "Prediction":
+@dataclass(frozen=True)
+class Ways:
+    """Predictions of a plan by what its blocks keep.
+
+    Some blocks recompute as a word says, the others as the word before it. Blocks in one loop keep alike, but not all of their
+    products; of these a third at a time is counted. Stages of a pipeline keep alike by one word.
+
+    Attributes:
+      plan: without recomputation.
+      model: the transformer's configuration.
+      degrees: of the mesh.
+      given: the other arguments of `predict`.
+    """
+
+    plan: Plan
+    model: DecoderLike
+    degrees: Mapping[str, int]
+    given: Mapping[str, Any]
+
+    @property
+    def alike(self) -> bool:
+        """Whether all blocks keep alike."""
+        return self.plan.pipe is not None and self.degrees.get(AXIS, 1) > 1
+
+    @property
+    def total(self) -> int:
+        """Blocks, or parts of one, of which each has a word."""
+        return 1 if self.alike else 3 if self.model.scan_layers else self.model.num_layers
+
+    def of(self, word: int, blocks: int | None = None, sends: float = 0) -> Prediction:
+        """Of so many blocks that recompute as the word says, all by default; bytes that loops may keep on the host."""
+        blocks, total = self.total if blocks is None else blocks, self.total
+        parts = (Fraction(blocks, total), Fraction(total - blocks, total))
+        again = dict(zip((REMATS[word], REMATS[word - 1]), parts, strict=True)) if word else {}
+        return _predict(self.plan, self.model, self.degrees, again=again, sends=sends, **self.given)
+
+    def in_words(self, word: int, blocks: int) -> str:
+        """What so many blocks do, and the others."""
+        if blocks == self.total:
+            return f"remat={REMATS[word]!r}"
+        what = "thirds of the loop's block" if self.model.scan_layers else "blocks"
+        others = f", {REMATS[word - 1]!r} in the others" if word > 1 else ""
+        return f"remat={REMATS[word]!r} in {blocks} of {self.total} {what}{others}"
+
+    def curve(self, steps: int = 6) -> tuple[Kept, ...]:
+        """Points from everything kept to everything recomputed, `steps` from word to word; without those that another beats."""
+        shares = sorted({-(-self.total * i // steps) for i in range(1, steps + 1)})
+        ways = [(0, self.total), *((word, blocks) for word in range(1, len(REMATS)) for blocks in shares)]
+        named = lambda word, blocks: f"{REMATS[word]}" if blocks == self.total else ""
+        found = [(self.of(*way), named(*way)) for way in ways]
+        points = [Kept(each.memory.total, each.again, words) for each, words in found]
+        points.sort(key=lambda point: (point.again, point.memory))
+        return tuple(p for i, p in enumerate(points) if all(p.memory < before.memory for before in points[:i]))
+
+
+def _within(ways: Ways, memory: Any) -> Prediction:
     """Of a plan with `memory`, chosen within when a step is traced: as few blocks as fit recompute as the next word.
 
-    Blocks in one loop keep alike, but not all of their products; of these a third at a time is counted. Stages of a pipeline
-    keep alike by one word. A budget that is a share of a device is not known here: then nothing is recomputed. Blocks in a loop
-    send to the host what the platform's link takes, and no more than the budget, where no word fits alone.
+    A budget that is a share of a device is not known here: then nothing is recomputed. Blocks in a loop send to the host what
+    the platform's link takes, and no more than the budget, where no word fits alone.
     """
-    memory, size = plan.memory, bytes_meant(plan.memory) if isinstance(plan.memory, str) else plan.memory
-    budget = math.inf if size is None or size <= 1 else size
-    total = 3 if model.scan_layers else model.num_layers
-
-    def of(word: int, blocks: int = total, sends: float = 0) -> Prediction:
-        again = (
-            {REMATS[word]: Fraction(blocks, total), REMATS[word - 1]: Fraction(total - blocks, total)} if word else {}
-        )
-        return _predict(replace(plan, memory=None), model, degrees, again=again, sends=sends, **given)
-
+    size = bytes_meant(memory) if isinstance(memory, str) else memory
+    budget, total = math.inf if size is None or size <= 1 else size, ways.total
     fits = lambda found: found.memory.total <= budget
-    alike = plan.pipe is not None and degrees.get(AXIS, 1) > 1
-    loops = model.scan_layers and not alike and math.isfinite(budget)
-    there = (0, budget) if loops and of(len(REMATS) - 1, sends=budget).memory.kept_on_host else (0,)
-    ways = [(word, sends) for sends in there for word in range(len(REMATS))]
-    word, sends = next((way for way in ways if fits(of(way[0], sends=way[1]))), ways[-1])
-    whole = alike or not word or sends
-    blocks = total if whole else bisect_left(range(total), True, key=lambda n: fits(of(word, n)))
-    found, how = of(word, blocks, sends), f"remat={REMATS[word]!r}"
+    loops = ways.model.scan_layers and not ways.alike and math.isfinite(budget)
+    there = (0, budget) if loops and ways.of(len(REMATS) - 1, sends=budget).memory.kept_on_host else (0,)
+    all_alike = [(word, sends) for sends in there for word in range(len(REMATS))]
+    word, sends = next((way for way in all_alike if fits(ways.of(way[0], sends=way[1]))), all_alike[-1])
+    blocks = total if not word or sends else bisect_left(range(total), True, key=lambda n: fits(ways.of(word, n)))
+    found, how = ways.of(word, blocks, sends), f"this is of {ways.in_words(word, blocks)}"
     how += f", and {size_in_words(found.memory.kept_on_host)} of what is kept in the host's memory" if sends else ""
-    if blocks < total:
-        what = "thirds of the loop's block" if model.scan_layers else "blocks"
-        how += f" in {blocks} of {total} {what}" + (f", {REMATS[word - 1]!r} in the others" if word > 1 else "")
-    said = f"what is recomputed within memory={memory!r} is chosen when a step is traced: this is of {how}"
+    said = f"what is recomputed within memory={memory!r} is chosen when a step is traced: {how}"
     said += "" if fits(found) else ", which is predicted not to fit"
     return replace(found, notes=(*found.notes, said))
 
@@ -574,9 +481,9 @@ def predict(
     """
     given = {"global_batch": global_batch, "length": length, "moments": moments}
     given |= {"platform": platform, "torus": torus, "documents": documents}
-    if plan.memory is not None:
-        return _within(plan, model, degrees, **given)
-    return _predict(plan, model, degrees, **given)
+    ways = Ways(replace(plan, memory=None, remat=None), model, degrees, given)
+    found = _predict(plan, model, degrees, **given) if plan.memory is None else _within(ways, plan.memory)
+    return replace(found, ways=ways)
 
 
 def _predict(

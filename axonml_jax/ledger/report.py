@@ -3,12 +3,12 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any, overload
 
-from axonml_jax.base import PyTree, aligned, lines, named_leaves, section
+from axonml_jax.base import PyTree, aligned, lines, named_leaves, section, size_in_words
 from axonml_jax.compat.order import no_mesh_around
 from axonml_jax.cost.base import GRADIENTS, PARAMETERS
 from axonml_jax.cost.decoder import Amount, exact, is_decoder
@@ -21,8 +21,10 @@ from axonml_jax.ledger.count import (
     number,
     traffic_rows,
 )
+from axonml_jax.ledger.pictures import Kept, draw_curve, new_figure, save
 from axonml_jax.ledger.predict import Prediction, predict
 from axonml_jax.parallel.plan import Plan
+from axonml_jax.parallel.recompute import Recompute
 
 # --------------------------------------------------------------------------------------------------
 # `Report`: what one step sends, as a value that prints as tables, compares, and goes to JSON.
@@ -53,12 +55,14 @@ class Report:
     Attributes:
       collectives: every collective in program order.
       minimum: (labels joined by `+`, bytes per rank and step) pairs to compare with.
+      recompute: what was chosen to be kept for the backward, of a plan with `memory=`; None: nothing was.
 
     `str(report)` is a table; bytes are those one rank puts on the wire in one step on a ring.
     """
 
     collectives: tuple[Collective, ...]
     minimum: tuple[tuple[str, Amount], ...] = ()
+    recompute: Recompute | None = None
 
     @property
     def traffic(self) -> tuple[TrafficRow, ...]:
@@ -124,7 +128,30 @@ class Report:
                 for t in self.targets
             ],
             "notes": list(self.notes),
-        }
+        } | ({} if self.recompute is None else self._kept)
+
+    @property
+    def _kept(self) -> dict[str, Any]:
+        assert self.recompute is not None
+        curve = [{"live_bytes": memory, "seconds_again": again} for memory, again in self.recompute.curve()]
+        return {"recompute": self.recompute.to_dict(), "memory_against_time": curve}
+
+    def save_picture(self, path: Any) -> None:
+        """Draw what may be kept, bytes live against seconds of work done twice, and what was chosen; needs the `plots` extra.
+
+        Args:
+          path: of the file; its suffix chooses the format (.svg, .png, .pdf).
+
+        Raises:
+          ValueError: where nothing was chosen.
+        """
+        if self.recompute is None or self.recompute.live is None:
+            raise ValueError("nothing was chosen to be kept: give the plan memory='16GiB' or another number of bytes")
+        figure = new_figure(9, 3.6)
+        points = [Kept(memory, 1e3 * again) for memory, again in self.recompute.curve()]
+        here = Kept(self.recompute.live, 1e3 * self.recompute.seconds, "chosen")
+        draw_curve(figure.subplots(), points, here, "ms")
+        save(figure, path)
 
     def to_json(self, indent: int | None = 2) -> str:
         """`to_dict` as JSON; fractions of a byte become floats."""
@@ -133,14 +160,17 @@ class Report:
     @property
     def _tables(self) -> list[PrintedTable]:
         sent = [_traffic_table(self.traffic), _axes_table(self.bytes_by_axes, self.total_bytes)]
-        return sent * bool(self.traffic) + [_target_table(self.targets)] * bool(self.minimum)
+        curve = () if self.recompute is None else self.recompute.curve()
+        theory = [_target_table(self.targets)] * bool(self.minimum)
+        return sent * bool(self.traffic) + theory + ([_curve_table(curve)] if curve else [])
 
     @property
     def _said(self) -> str:
         return "\n".join(f"note: {note}" for note in self.notes)
 
     def __str__(self) -> str:
-        parts = [*map(str, self._tables), *([self._said] if self.notes else [])]
+        kept = [] if self.recompute is None else [f"kept for the backward\n{self.recompute}"]
+        parts = [*map(str, self._tables), *kept, *([self._said] if self.notes else [])]
         return "\n\n".join(parts if self.traffic else [_NOTHING, *parts])
 
     def _repr_html_(self) -> str:
@@ -195,6 +225,12 @@ def _target_table(targets: Iterable[Target]) -> PrintedTable:
     return PrintedTable(["against theory", "bytes/rank", "minimum", "ratio"], rows, left=1)
 
 
+def _curve_table(curve: Sequence[tuple[int, float]]) -> PrintedTable:
+    rows = [[size_in_words(memory), f"{1e3 * again:.3g}"] for memory, again in curve]
+    header, most = ["what may be kept: live bytes", "ms of work twice"], max(1, *(memory for memory, _ in curve))
+    return PrintedTable(header, rows, left=0, shares=[memory / most for memory, _ in curve])
+
+
 # --------------------------------------------------------------------------------------------------
 # `explain`: from a step to its report, or from a plan to its prediction, without running anything.
 # --------------------------------------------------------------------------------------------------
@@ -244,7 +280,10 @@ def explain(step: Any, *args: Any, minimum: Minimum | None = None, **kwargs: Any
         return _predicted(step, *args, **kwargs)
     if minimum is None and hasattr(step, "minimum_traffic"):
         minimum = step.minimum_traffic()  # pyright: ignore[reportFunctionMemberAccess]
-    return Report(collectives_in(step, *args, **kwargs), _targets(minimum))
+    collectives = collectives_in(step, *args, **kwargs)
+    kept = getattr(step, "recompute", None)
+    kept = getattr(kept, "found", kept)  # of what chooses while it is traced
+    return Report(collectives, _targets(minimum), kept if isinstance(kept, Recompute) and kept.pieces else None)
 
 
 def _predicted(plan: Plan, *, model: Any, mesh: Any = None, **sizes: Any) -> Prediction:

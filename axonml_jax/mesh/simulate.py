@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 import jax
 from jax.core import Tracer
-from jax.sharding import Mesh
 
 from axonml_jax.base import logger
 from axonml_jax.compat.processes import backend_started
@@ -201,11 +200,6 @@ def bound_run_ahead(tree: T) -> T:
         if isinstance(leaf, jax.Array):
             return jax.block_until_ready(tree) if _simulated(leaf.sharding.addressable_devices) else tree
     return tree
-
-
-def is_simulated(mesh: Mesh) -> bool:
-    """Whether the mesh has several CPU devices of this process: devices that share its cores and its thread pool."""
-    return _simulated(mesh.local_devices)
 
 
 def requested_devices() -> int:

@@ -75,6 +75,7 @@ class Recompute:
     Attributes:
       units: in the order of the forward.
       live: bytes that are predicted to be live at the fullest moment of the backward, beside what rests; None: nobody asked.
+      pieces: what there was to choose from; empty: nobody chose.
 
     >>> print(Recompute((UnitChoice("blocks/0", ("mlp/up/kernel",), ("mlp/down/kernel",), 1, 2048, 64, 1e-6),)))
     unit      kept           again              bytes  FLOPs  seconds
@@ -84,6 +85,7 @@ class Recompute:
 
     units: tuple[UnitChoice, ...]
     live: int | None = field(default=None, compare=False)
+    pieces: tuple[Piece, ...] = field(default=(), compare=False, repr=False)
 
     @classmethod
     def of(cls, named: Mapping[str, Any]) -> "Recompute":
@@ -111,6 +113,26 @@ class Recompute:
     def seconds(self) -> float:
         """Of all that is done twice."""
         return sum(unit.seconds for unit in self.units)
+
+    def curve(self, points: int = 13) -> tuple[tuple[int, float], ...]:
+        """What would be chosen within other numbers of bytes, the most first: (bytes live, seconds of what is done twice).
+
+        Args:
+          points: at most, evenly between what repeats nothing and what holds least.
+        """
+        if not self.pieces:
+            return ()
+        held = lambda found: (
+            peak(self.pieces, found),
+            sum(p.trips * c.seconds for p, c in zip(self.pieces, found, strict=True)),
+        )
+        least, most = held(_least(self.pieces)), held(choose(self.pieces, _ENOUGH) or _least(self.pieces))
+        found = {least, most}
+        for i in range(1, points - 1):
+            within = choose(self.pieces, least[0] + (most[0] - least[0]) * i // (points - 1))
+            found |= {held(within)} if within else set()
+        best = sorted(found, key=lambda point: (point[1], point[0]))
+        return tuple(p for i, p in enumerate(best) if all(p[0] < before[0] for before in best[:i]))
 
     def __str__(self) -> str:
         rows = []
@@ -157,6 +179,9 @@ class Recompute:
             replace(self, units=tuple(own.get(name, UnitChoice(name, None)) for name in there)), units
         )
 
+
+_ENOUGH = 1 << 60
+"""Bytes that hold whatever a step keeps."""
 
 _ON_DEVICE = (0, 1, 3, 4, 6, 7)
 """Columns of a table of units of which none sends to the host."""
@@ -293,15 +318,15 @@ class WithinBytes:
         ]
         pieces = [Piece(own, u.trips, u.entering, u.grads) for u, own in zip(units, fronts, strict=True)]
         chosen = choose(pieces, self.allowance)
-        if chosen is None:  # what keeps nothing holds least
-            held = lambda piece, price: (
-                price.keep is None,
-                len(price.keep or ()),
-                piece.trips * price.kept + price.fullest,
-            )
-            chosen = [min(piece.front, key=partial(held, piece)) for piece in pieces]
-        self.found = Recompute(tuple(map(_chosen, units, chosen)), peak(pieces, chosen))
+        chosen = chosen or _least(pieces)
+        self.found = Recompute(tuple(map(_chosen, units, chosen)), peak(pieces, chosen), tuple(pieces))
         return self.found
+
+
+def _least(pieces: Sequence[Piece]) -> list[Price]:
+    """What keeps nothing: it holds least."""
+    held = lambda piece, price: (price.keep is None, len(price.keep or ()), piece.trips * price.kept + price.fullest)
+    return [min(piece.front, key=partial(held, piece)) for piece in pieces]
 
 
 def _chosen(unit: Unit, price: Price) -> UnitChoice:

@@ -30,7 +30,8 @@ from axonml_jax.cost.base import (
 from axonml_jax.cost.decoder import Many, decoder_weights, divided, problems, varies
 from axonml_jax.cost.flows import SplitAttention, expert_flops, recomputed_flops, stage_costs, stages_of
 from axonml_jax.cost.memory import SENDS, Memory, Step, attention_work, compute_dtype, flows, held
-from axonml_jax.ledger.predict import REMATS, Prediction, new_figure, panels, predict, put_title, save
+from axonml_jax.ledger.pictures import height, new_figure, panels, put_title, save
+from axonml_jax.ledger.predict import REMATS, Prediction, predict
 from axonml_jax.mesh.axes import AXES, LAYER_AXES, batch_axes
 from axonml_jax.mesh.shape import MeshShape
 from axonml_jax.model.loss import Precision
@@ -92,10 +93,11 @@ def draw(
       ModuleNotFoundError: without matplotlib, which the `plots` extra installs.
     """
     lanes = 1.1 + 0.28 * len(timeline.lanes)
-    figure = new_figure(9, 4.2 + lanes)
-    put_title(figure, prediction, model)
-    above, below = figure.subfigures(2, 1, height_ratios=(4, lanes))
-    panels(above, prediction, budget)
+    shown = prediction.shown
+    figure = new_figure(9, height(shown) + lanes)
+    put_title(figure, shown, model)
+    above, below = figure.subfigures(2, 1, height_ratios=(height(shown), lanes))
+    panels(above, shown, budget)
     _lanes(below.subplots(), timeline)
     save(figure, path)
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from axonml_jax.base import bytes_meant, size_in_words
 from axonml_jax.cost.memory import SENDS
+from axonml_jax.parallel.placement import Placement
 from axonml_jax.parallel.recompute import Recompute, WithinBytes
 from axonml_jax.program.recompute import Rates
 from axonml_jax.training.compile import Compiled
@@ -57,6 +58,26 @@ def peak_of(compiled: Any) -> int:
     found = compiled.memory_analysis()
     own = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     return int(own + found.temp_size_in_bytes)
+
+
+def foreseen(placement: Placement, mesh: Mesh, args: tuple) -> Placement:
+    """The placement of a step that takes what a trace alone chooses within its plan's `memory`, where nothing is compiled.
+
+    The compiler of a machine that is not the one to train on says nothing about the peak. Stages of a pipeline keep alike by a
+    word, which only what is compiled tells: there nothing is recomputed; so it is within a share of an unknown device.
+
+    Args:
+      placement: of a plan with `memory`, or any other, which comes back as it is.
+      mesh: it is traced for.
+      args: of the step, arrays or shapes.
+    """
+    plan = placement.plan
+    if plan.memory is None:
+        return placement
+    size = bytes_meant(plan.memory) if isinstance(plan.memory, str) else plan.memory
+    known = size > 1 and placement.stages is None
+    remat = WithinBytes(int(size) - _resting(args), _RATES[_platform(mesh)], host=size) if known else None
+    return replace(placement, plan=replace(plan, memory=None, remat=remat))
 
 
 class Budgeted:
