@@ -135,6 +135,8 @@ def weight_traffic(
 ) -> Fraction:
     """The same of one parameter, or of several that rest alike.
 
+    What is frozen is gathered once: a backward that goes through it, as LoRA's, gathers it again, beside this minimum.
+
     Args:
       plan: the plan.
       degrees: of the mesh.

@@ -229,18 +229,18 @@ def failing(tests: list[str], copy: Path, seconds: float) -> str | None:
     return lines[0][:200] if lines else f"status {process.returncode}: {out[-200:]}"
 
 
-def record(reached: Path) -> int:
+def record(reached: Path, more: list[str]) -> int:
     """Runs what CI takes on its newest end and writes which functions every test enters."""
     reached.parent.mkdir(parents=True, exist_ok=True)
     reached.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as start:
-        (Path(start) / "sitecustomize.py").write_text("import reached\n")
+        # Not as a module: pytest imports it after itself, with its hook.
+        reads = f"import runpy\nrunpy.run_path({str(Path(__file__).with_name('reached.py'))!r})\n"
+        (Path(start) / "sitecustomize.py").write_text(reads)
         paths = os.pathsep.join([start, str(Path(__file__).parent), str(ROOT)])
         environment = {"AXONML_ROWS": "1", **os.environ, "AXONML_REACHED": str(reached), "PYTHONPATH": paths}
-        # The plugin is imported already, so pytest cannot rewrite its assertions, of which it has none.
-        known = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "reached", "-W", known]
-        return subprocess.run(command, cwd=ROOT, env=environment).returncode
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "reached"]
+        return subprocess.run([*command, *more], cwd=ROOT, env=environment).returncode
 
 
 def main() -> None:
@@ -253,9 +253,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="of tests for one mutant")
     parser.add_argument("--reached", type=Path, default=REACHED)
     parser.add_argument("--records", type=Path, default=ROOT / "runs" / "mutants.jsonl")
-    options = parser.parse_args()
+    options, more = parser.parse_known_args()
+    if more and options.what != "record":
+        parser.error(f"{more}: only a record passes more on to pytest")
     if options.what == "record":
-        sys.exit(record(options.reached))
+        sys.exit(record(options.reached, more))
     fates: collections.Counter = collections.Counter()
     for number in range(options.first, options.first + options.count):
         mutant = drawn(options.seed, number)

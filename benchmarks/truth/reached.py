@@ -4,7 +4,7 @@
 
 Lines of the file: a test, a file of the package, a function, its first line. `reached.tsv.seconds` has the processor's seconds
 of every test. Python 3.12 or newer (`sys.monitoring`); functions are seen once per test, which costs nothing that can be
-measured. Processes that a test starts are seen where they import this module at their start (`sitecustomize.py`, which
+measured. Processes that a test starts are seen where they run this file at their start (`sitecustomize.py`, which
 `mutants.py` writes).
 """
 
