@@ -1,4 +1,4 @@
-"""What MaxText's policies of recomputation keep and repeat, beside what is chosen within the same memory, for chips of a TPU v5p.
+"""What MaxText's policies of recomputation keep and repeat, beside what is chosen within as much, for chips of a TPU v5p.
 
 Nothing runs (pip install '.[tpu]'). MaxText has a name for each set of a block's values that it keeps
 (`remat_policy` of its configurations); here the same products are kept in this package's Llama 3, blocks in one loop, under
