@@ -20,8 +20,9 @@ from predicted_steps import GPT, LENGTH, LLAMA, config, step_of
 
 import axonml_jax as ax
 from axonml_jax.compat.order import SaveWhere
+from axonml_jax.models.config import ExpertsConfig
 from axonml_jax.parallel.recompute import Recompute, UnitChoice, WithinBytes
-from axonml_jax.program.recompute import KEEP, Keeps, Piece, Price, Rates, choose, front, graph_of, peak
+from axonml_jax.program.recompute import KEEP, Keeps, Piece, Price, Rates, _best, choose, front, graph_of, peak
 from axonml_jax.training.budget import budget_of, peak_of
 
 RATES = Rates(1e12, 1e11, 1e10)
@@ -130,6 +131,15 @@ def test_all_processes_choose_alike():
     assert said[0].strip() and said[0] == said[1] == said[2]
 
 
+def test_of_sets_that_cost_alike_the_front_has_the_smallest():
+    alike = [Price(frozenset(keep), 8, 4, 0, 2.0) for keep in ("ab", "", "a")]
+    dearer = Price(frozenset("c"), 12, 2, 0, 1.0)
+    for some in itertools.permutations([*alike, dearer]):
+        assert _best(some) == [dearer, Price(frozenset(), 8, 4, 0, 2.0)]
+    kept = [Price(None, 8, 4, 0, 0.0), Price(frozenset(), 8, 4, 0, 0.0)]
+    assert _best(kept) == _best(kept[::-1]) == kept[:1]
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_the_choice_repeats_least_of_all_that_fit(seed):
     draw = random.Random(seed)
@@ -210,6 +220,16 @@ def test_a_step_fits_the_bytes_that_it_is_given(name):
     step, state, rows = make(memory=budget)
     assert peak_of(step.lower(state, rows).compile()) <= budget
     assert isinstance(step.recompute, Recompute) and step.recompute.seconds > 0
+
+
+def test_what_holds_least_is_to_be_had_of_experts_too():
+    """Their block has values that are worth nothing: as many bytes and seconds are priced with and without them."""
+    experts = ExpertsConfig(num_experts=4, top_k=2, inner_size=64)
+    model = config(GPT, num_layers=2, max_length=64, experts=experts)
+    make = lambda **own: step_of(model, ax.Plan(**own), {"data": 2}, 16, length=64)
+    budget = peak_of(make(remat="full")[0].lower(*make()[1:]).compile())
+    step, state, rows = make(memory=budget)
+    assert peak_of(step.lower(state, rows).compile()) <= budget
 
 
 def test_a_budget_just_missed_repeats_little():

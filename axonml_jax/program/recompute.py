@@ -389,9 +389,10 @@ def _worth(before: Price, after: Price) -> tuple:
 
 
 def _best(found: Iterable[Price]) -> list[Price]:
-    """Those that no other one is better than in all respects, and the one that keeps nothing."""
-    order = sorted({(each.seconds, each.kept, each.fullest): each for each in found}.values(), key=lambda p: p[1:])
-    order.sort(key=lambda each: (each.seconds, each.kept, each.fullest))
+    """Those that no other is better than in all respects, and the one that keeps nothing; of equals that of fewest labels."""
+    fewest = lambda each: -math.inf if each.keep is None else len(each.keep) + len(each.host)
+    order = {(p.seconds, p.kept, p.fullest): p for p in sorted(found, key=fewest, reverse=True)}.values()
+    order = sorted(order, key=lambda each: (each.seconds, each.kept, each.fullest))
     best: list[Price] = []
     for each in order:
         if not each.keep or not any(own.kept <= each.kept and own.fullest <= each.fullest for own in best):

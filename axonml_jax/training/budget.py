@@ -85,8 +85,8 @@ class Budgeted:
 
     What is chosen from a trace is compiled, and the compiler's plan is read. Where it is above the budget, or leaves much of it
     while work is repeated, the choice is made again with the difference; where that is above it too, once more. Where all are
-    above it, what holds least is compiled: it fits, or the budget is refused. Where what fits fills less than three quarters of
-    it, up to two choices between that and the one above are compiled.
+    above it, what holds least is compiled, then `remat="full"`: one fits, or the budget is refused. Where what fits fills less
+    than three quarters of it, up to two choices between that and the one above are compiled.
 
     Args:
       step: a `TrainStep`, whose plan has `memory`.
@@ -95,7 +95,7 @@ class Budgeted:
       options: of `jax.jit`.
 
     Attributes:
-      found: what the program of the last call keeps; a word under a pipeline, whose stages all keep alike.
+      found: what the program of the last call keeps; a word under a pipeline, whose stages keep alike, or where only it fits.
     """
 
     def __init__(self, step: Any, mesh: Mesh, accept: Callable[[Any], None] | None, **options: Any):
@@ -180,15 +180,18 @@ class Budgeted:
             if again is None:
                 break
             tried.append(again)
-        if not any(each[1] <= budget for each in tried) and (smallest := within(0, tried)):
+        fits = lambda: any(each[1] <= budget for each in tried)
+        if not fits() and (smallest := within(0, tried)):
             tried.append(smallest)
+        if not fits():  # by a few bytes it may hold less than what was chosen to hold least
+            return [*tried, self._measured("full", self._with("full"), args)]
         return [*tried, *self._between(within, tried, budget)]
 
     def _between(self, within: Callable[..., Any], tried: Sequence[tuple], budget: int) -> list[tuple]:
         """Where what fits leaves much of the budget: choices between it and the one above the budget, by halves."""
         fitting, above = [each for each in tried if each[1] <= budget], [each for each in tried if each[1] > budget]
         found: list[tuple] = []
-        if not fitting or not above:
+        if not above:
             return found
         best, peak, _, _ = min(fitting, key=lambda each: each[0].seconds)
         low, high = best.live, min(each[0].live for each in above)

@@ -182,7 +182,11 @@ def main():
     print("model  plan  budget kB  peak kB  of full's FLOPs  of none's FLOPs  differ  processor s")
     above: list[str] = []
     for model, plan in ((model, plan) for model in args.models for plan in args.plans):
-        none, full = measured(model, plan), measured(model, plan, remat="full")
+        try:
+            none, full = measured(model, plan), measured(model, plan, remat="full")
+        except ValueError as refused:
+            print(f"{model}  {plan}  refused: {refused}", flush=True)
+            continue
         for budget in np.linspace(full.peak, max(full.peak, none.peak), args.budgets).astype(int).tolist():
             found = measured(model, plan, memory=budget)
             flops, differ = f"{found.flops / full.flops:.3f}  {found.flops / none.flops:.3f}", found.apart(none)
