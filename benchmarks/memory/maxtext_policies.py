@@ -23,7 +23,7 @@ import axonml_jax as ax
 from axonml_jax.ledger.compiled import device_peak
 from axonml_jax.mesh.shape import order_devices
 from axonml_jax.models.config import PRESETS
-from axonml_jax.parallel.recompute import WithinBytes
+from axonml_jax.parallel.recompute import Recompute, UnitChoice, WithinBytes
 from axonml_jax.planner.verify import abstract_step, topology_devices
 from axonml_jax.program.program import read_program
 from axonml_jax.program.recompute import KERNELS, Rates, choose, graph_of, peak, work_of
@@ -51,12 +51,19 @@ MODELS = {"llama3-8b": ("v5p:2x2x2", 16), "llama3-70b": ("v5p:4x4x4", 64)}
 """Chips, and sequences of all of them together."""
 
 
-class Priced(WithinBytes):
-    """Keeps nothing, and remembers the units of the trace."""
+class Policy:
+    """A policy of MaxText's as what a plan recomputes; it remembers the units of the trace."""
 
-    def choice(self, units):
-        self.units = units
-        return super().choice(units)
+    def __init__(self, name: str):
+        self.name, self.units = name, []
+
+    def choice(self, units) -> Recompute:
+        """What each unit keeps."""
+        self.units = list(units)
+        keeps = [kept(unit, self.name) for unit in units]
+        return Recompute(
+            tuple(UnitChoice(u.name, None if k is None else (*k,)) for u, k in zip(units, keeps, strict=True))
+        )
 
 
 def kept(unit, policy: str) -> frozenset[str] | None:
@@ -82,13 +89,14 @@ def step_of(model: str, **plan):
 
 def priced(model: str, policies) -> list[str]:
     """Prints a row per policy; returns those in which the choice repeats or holds more."""
-    chooser = Priced(0, RATES)
+    chooser, worse = WithinBytes(0, RATES), []
     step, *args = step_of(model, remat=chooser)
     step.trace(*args)
-    pieces, worse = chooser.found.pieces, []
+    pieces, asked = chooser.found.pieces, Policy("full")
+    step_of(model, remat=asked)[0].trace(*args)
+    graphs = [graph_of(*unit.work) for unit in asked.units]
     for policy in policies:
-        graphs = [graph_of(*unit.work) for unit in chooser.units]
-        own = [graph.price(kept(unit, policy), RATES) for graph, unit in zip(graphs, chooser.units, strict=True)]
+        own = [graph.price(kept(unit, policy), RATES) for graph, unit in zip(graphs, asked.units, strict=True)]
         live, again = peak(pieces, own), flops(pieces, own)
         found = choose(pieces, live)
         line = f"{model}  {policy}  {live / GIB:,.2f} GiB  {again / 1e12:,.2f} TFLOPs"
@@ -113,8 +121,7 @@ def compiled(model: str, policies) -> list[str]:
     """Prints what the compiler plans for policies, and for what is chosen within as much."""
     worse = []
     for policy in policies:
-        names = tuple(f"^{name}$" if name == KERNELS else f"^{name}/" for name in POLICIES[policy])
-        theirs = measured(model, remat=names or "full")
+        theirs = measured(model, remat=Policy(policy))
         ours = measured(model, memory=theirs[0])
         line = f"{model}  {policy}  {theirs[0] / GIB:,.2f} GiB  {theirs[1] / 1e12:,.1f} TFLOPs of a step"
         line += f"  chosen {ours[0] / GIB:,.2f} GiB  {ours[1] / 1e12:,.1f} TFLOPs"
