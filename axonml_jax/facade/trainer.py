@@ -739,11 +739,9 @@ class Trainer(Generic[M]):
     @no_mesh_around()
     def compiled_memory(self) -> int | None:
         """Bytes per device that the compiled step plans: arguments, results beyond them, temporaries. None before a step."""
-        if self._seen is None:
-            return None
-        planned = self.trace(self._seen).lower().compile().memory_analysis()
-        more = planned.output_size_in_bytes - planned.alias_size_in_bytes
-        return planned.argument_size_in_bytes + more + planned.temp_size_in_bytes
+        from axonml_jax.training.budget import peak_of
+
+        return None if self._seen is None else peak_of(self.trace(self._seen).lower().compile())
 
     def minimum_traffic(self) -> Fraction:
         """Bytes per rank and step that theory allows for this plan's gradients and parameters."""

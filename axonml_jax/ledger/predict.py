@@ -424,8 +424,7 @@ class Ways:
         shares = sorted({-(-self.total * i // steps) for i in range(1, steps + 1)})
         ways = [(0, self.total), *((word, blocks) for word in range(1, len(REMATS)) for blocks in shares)]
         named = lambda word, blocks: f"{REMATS[word]}" if blocks == self.total else ""
-        found = [(self.of(*way), named(*way)) for way in ways]
-        points = [Kept(each.memory.total, each.again, words) for each, words in found]
+        points = [Kept(each.memory.total, each.again, named(*way)) for way in ways for each in [self.of(*way)]]
         points.sort(key=lambda point: (point.again, point.memory))
         return tuple(p for i, p in enumerate(points) if all(p.memory < before.memory for before in points[:i]))
 
