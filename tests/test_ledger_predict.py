@@ -238,7 +238,7 @@ def test_stages_keep_by_one_word():
 
 def test_a_picture_has_no_row_without_traffic_and_every_row_says_its_bytes(tmp_path):
     found = predicted(config(GPT), {"data": 1, "fsdp": 4}, 16)
-    words, sent = drawn(found, tmp_path / "ledger.svg"), sent_by_axes(found.shown)
+    words, sent = drawn(found, tmp_path / "ledger.svg"), sent_by_axes(found)
     assert "data" not in words and {"fsdp", size_in_words(sum(sent["fsdp"].values()))} <= {
         word.strip() for word in words
     }

@@ -1,4 +1,7 @@
-"""Pictures (the `plots` extra): predictions, memory against work done twice, estimates of memory side by side."""
+"""Pictures (the `plots` extra): predictions, memory against work done twice, estimates of memory side by side.
+
+What is drawn of a `Prediction` (`predict.py`, which imports this) is its memory, traffic, curve and headline.
+"""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -6,8 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from axonml_jax.base import size_in_words
-from axonml_jax.cost.base import Flow
-from axonml_jax.cost.memory import Memory
 from axonml_jax.ledger.memory import MIB, FSDPMemoryStats
 
 
@@ -25,24 +26,6 @@ class Kept(NamedTuple):
     words: str = ""
 
 
-class Shown(NamedTuple):
-    """What a picture shows of a prediction.
-
-    Attributes:
-      headline: model and plan.
-      memory: by kind.
-      traffic: of one step.
-      curve: what blocks may keep, the most memory first.
-      again: FLOPs that are done twice over those of forward and backward.
-    """
-
-    headline: str
-    memory: Memory
-    traffic: tuple[Flow, ...]
-    curve: tuple[Kept, ...]
-    again: float
-
-
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 _WORK = {
     "forward": ("forward", "#7fb0e3"), "backward": ("backward", "#2f6fb2"), "": ("once at the end", "#6b6b6b"),
@@ -50,11 +33,11 @@ _WORK = {
 _FAR = 8  # a budget so many times the need would flatten the bar
 
 
-def draw(prediction: Shown, path: str | Path, *, model: str = "", budget: float | None = None) -> None:
+def draw(prediction: Any, path: str | Path, *, model: str = "", budget: float | None = None) -> None:
     """Draw a stack of memory by kind and the traffic of every axis, forward and backward apart.
 
     Args:
-      prediction: what to draw.
+      prediction: a `Prediction`.
       path: where; the suffix chooses the format (.svg, .png, .pdf).
       model: its name, for the title.
       budget: bytes that a device may use, drawn as a line.
@@ -86,23 +69,23 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def put_title(figure: Any, prediction: Shown, model: str) -> None:
+def put_title(figure: Any, prediction: Any, model: str) -> None:
     """Name the model and the plan above a figure."""
     words = f"{model}: {prediction.headline}" if model else prediction.headline
     figure.suptitle("\n".join(textwrap.wrap(words, 110)), fontsize="medium")
 
 
-def height(prediction: Shown) -> float:
+def height(prediction: Any) -> float:
     """Inches that the panels take."""
     return 4.2 + 3.2 * (len(prediction.curve) > 1)
 
 
-def panels(figure: Any, prediction: Shown, budget: float | None = None) -> None:
+def panels(figure: Any, prediction: Any, budget: float | None = None) -> None:
     """Draw memory and, where something is sent, traffic side by side, and below them what blocks may keep.
 
     Args:
       figure: to draw on, or a part of one.
-      prediction: what to draw.
+      prediction: a `Prediction`.
       budget: bytes that a device may use, drawn as a line.
     """
     if len(prediction.curve) > 1:
@@ -118,7 +101,7 @@ def panels(figure: Any, prediction: Shown, budget: float | None = None) -> None:
     _traffic(traffic, prediction)
 
 
-def sent_by_axes(prediction: Shown) -> dict[str, dict[str, float]]:
+def sent_by_axes(prediction: Any) -> dict[str, dict[str, float]]:
     """Bytes on the wire by mesh axes, then by when they travel."""
     found: dict[str, dict[str, float]] = {}
     for flow in prediction.traffic:
@@ -127,7 +110,7 @@ def sent_by_axes(prediction: Shown) -> dict[str, dict[str, float]]:
     return found
 
 
-def _memory(axes: Any, prediction: Shown, budget: float | None) -> None:
+def _memory(axes: Any, prediction: Any, budget: float | None) -> None:
     """What rests, then what the fullest moment adds; kinds may have their largest moments at different times."""
     held = prediction.memory
     kinds = {name: size for name, size in held.by_kind().items() if size and name not in ("host", "kept_on_host")}
@@ -150,7 +133,7 @@ def _memory(axes: Any, prediction: Shown, budget: float | None) -> None:
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-def _traffic(axes: Any, prediction: Shown) -> None:
+def _traffic(axes: Any, prediction: Any) -> None:
     """Bytes on the wire by axis, stacked by when they travel, with each axis's total in words: some are too small to see."""
     found = sent_by_axes(prediction)
     names, totals = list(found), [sum(sent.values()) for sent in found.values()]

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax.numpy as jnp
 
@@ -36,12 +36,14 @@ from axonml_jax.cost.memory import (
 )
 from axonml_jax.cost.published import experts_traffic, pipeline_traffic, tensor_traffic, weight_traffic
 from axonml_jax.ledger.count import PADDING, SCALARS, Collective, PrintedTable, axes_table, number
-from axonml_jax.ledger.pictures import Kept, Shown, draw
 from axonml_jax.mesh.axes import AXES, LAYER_AXES, as_axes, flat_axes
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.pipeline.schedules import AXIS
 from axonml_jax.pipeline.timetable import StageCosts, Timetable
 from axonml_jax.strategies.strategy import Fabric, LocalRounds
+
+if TYPE_CHECKING:
+    from axonml_jax.ledger.pictures import Kept
 
 # --------------------------------------------------------------------------------------------------
 # `Prediction`: what a plan will hold, send and compute, as a value that prints as tables, compares and goes to JSON.
@@ -142,7 +144,7 @@ class Prediction:
         return self.recomputed_flops_per_token / self.flops_per_token
 
     @property
-    def curve(self) -> tuple[Kept, ...]:
+    def curve(self) -> "tuple[Kept, ...]":
         """What blocks may keep, the most memory first: bytes of a device, and FLOPs done twice over those of the step."""
         return () if self.ways is None else self.ways.curve()
 
@@ -182,12 +184,9 @@ class Prediction:
           model: its name, for the title.
           budget: bytes that a device may use, drawn as a line.
         """
-        draw(self.shown, path, model=model, budget=budget)
+        from axonml_jax.ledger.pictures import draw
 
-    @property
-    def shown(self) -> Shown:
-        """What a picture shows."""
-        return Shown(self.headline, self.memory, self.traffic, self.curve, self.again)
+        draw(self, path, model=model, budget=budget)
 
     @property
     def headline(self) -> str:
@@ -419,8 +418,10 @@ class Ways:
         others = f", {REMATS[word - 1]!r} in the others" if word > 1 else ""
         return f"remat={REMATS[word]!r} in {blocks} of {self.total} {what}{others}"
 
-    def curve(self, steps: int = 6) -> tuple[Kept, ...]:
+    def curve(self, steps: int = 6) -> "tuple[Kept, ...]":
         """Points from everything kept to everything recomputed, `steps` from word to word; without those that another beats."""
+        from axonml_jax.ledger.pictures import Kept
+
         shares = sorted({-(-self.total * i // steps) for i in range(1, steps + 1)})
         ways = [(0, self.total), *((word, blocks) for word in range(1, len(REMATS)) for blocks in shares)]
         named = lambda word, blocks: f"{REMATS[word]}" if blocks == self.total else ""

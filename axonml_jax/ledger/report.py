@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from axonml_jax.base import PyTree, aligned, lines, named_leaves, section, size_in_words
 from axonml_jax.compat.order import no_mesh_around
@@ -21,10 +21,11 @@ from axonml_jax.ledger.count import (
     number,
     traffic_rows,
 )
-from axonml_jax.ledger.pictures import Kept, draw_curve, new_figure, save
 from axonml_jax.ledger.predict import Prediction, predict
 from axonml_jax.parallel.plan import Plan
-from axonml_jax.parallel.recompute import Recompute
+
+if TYPE_CHECKING:
+    from axonml_jax.parallel.recompute import Recompute
 
 # --------------------------------------------------------------------------------------------------
 # `Report`: what one step sends, as a value that prints as tables, compares, and goes to JSON.
@@ -62,7 +63,7 @@ class Report:
 
     collectives: tuple[Collective, ...]
     minimum: tuple[tuple[str, Amount], ...] = ()
-    recompute: Recompute | None = None
+    recompute: "Recompute | None" = None
 
     @property
     def traffic(self) -> tuple[TrafficRow, ...]:
@@ -147,6 +148,8 @@ class Report:
         """
         if self.recompute is None or self.recompute.live is None:
             raise ValueError("nothing was chosen to be kept: give the plan memory='16GiB' or another number of bytes")
+        from axonml_jax.ledger.pictures import Kept, draw_curve, new_figure, save
+
         figure = new_figure(9, 3.6)
         points = [Kept(memory, 1e3 * again) for memory, again in self.recompute.curve()]
         here = Kept(self.recompute.live, 1e3 * self.recompute.seconds, "chosen")
@@ -283,7 +286,7 @@ def explain(step: Any, *args: Any, minimum: Minimum | None = None, **kwargs: Any
     collectives = collectives_in(step, *args, **kwargs)
     kept = getattr(step, "recompute", None)
     kept = getattr(kept, "found", kept)  # of what chooses while it is traced
-    return Report(collectives, _targets(minimum), kept if isinstance(kept, Recompute) and kept.pieces else None)
+    return Report(collectives, _targets(minimum), kept if getattr(kept, "pieces", ()) else None)
 
 
 def _predicted(plan: Plan, *, model: Any, mesh: Any = None, **sizes: Any) -> Prediction:

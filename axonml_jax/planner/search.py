@@ -93,11 +93,10 @@ def draw(
       ModuleNotFoundError: without matplotlib, which the `plots` extra installs.
     """
     lanes = 1.1 + 0.28 * len(timeline.lanes)
-    shown = prediction.shown
-    figure = new_figure(9, height(shown) + lanes)
-    put_title(figure, shown, model)
-    above, below = figure.subfigures(2, 1, height_ratios=(height(shown), lanes))
-    panels(above, shown, budget)
+    figure = new_figure(9, height(prediction) + lanes)
+    put_title(figure, prediction, model)
+    above, below = figure.subfigures(2, 1, height_ratios=(height(prediction), lanes))
+    panels(above, prediction, budget)
     _lanes(below.subplots(), timeline)
     save(figure, path)
 
