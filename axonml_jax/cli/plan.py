@@ -124,16 +124,20 @@ def _batch(config: RunConfig, ground: RunSetup) -> str:
     return f"{rows} examples of {length} {unit}, {rows * length:,} tokens, per update; {config.train.steps} updates"
 
 
-def step_in_words(config: RunConfig, ground: RunSetup) -> list[str]:
-    """The ledger of the run's training step, and which of its products are of 8-bit floats where some are."""
+def step_in_words(config: RunConfig, ground: RunSetup, *, compiles: bool = True) -> list[str]:
+    """The ledger of the run's training step, and which of its products are of 8-bit floats where some are.
+
+    A step within `plan.memory` is compiled, and refused here if nothing fits; or, on another machine's behalf, only traced.
+    """
     view, shapes, placement = _placed(config, ground)
     tx = averaging(make_optimizer(config.optim, config.train.steps, view.stacked_dims), placement, config.ema.decay)
     more = {"max_grad_norm": config.optim.max_grad_norm, "layer_norms": config.train.layer_norms}
     given = abstract_state(shapes, tx, placement), ground.batch
-    step = TrainStep(view, foreseen(placement, ground.mesh, given), ground.mesh, loss_of(config), tx, **more)
+    placement = placement if compiles else foreseen(placement, ground.mesh, given)
+    step = TrainStep(view, placement, ground.mesh, loss_of(config), tx, **more)
     with recorded_products() as products:
         report = explain(step, *given)
-    if is_on_cpu(ground.mesh):
+    if not compiles and is_on_cpu(ground.mesh):
         report = replace(report, recompute=None)  # another machine's kernels keep other values, at other rates
     return [str(report), *(f"\nproducts of {config.plan.precision}\n{each}" for each in products)]
 

@@ -127,7 +127,7 @@ def explain(config: RunConfig, budget: Budget | None = None, estimate: Estimate 
     )
     all_or_refuse(partial(check_own, config, ground))
     all_or_refuse(partial(Team().decide, "find the run to go on with", partial(earlier_folder, config)))
-    print0(folded(describe(config, ground)), "", *step_in_words(config, ground), sep="\n")
+    print0(folded(describe(config, ground)), "", *step_in_words(config, ground, compiles=False), sep="\n")
     if budget == Budget() and estimate == Estimate():
         return 0
     [found] = all_or_refuse(partial(predicted, config, ground, estimate.kind))
