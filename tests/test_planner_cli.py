@@ -184,6 +184,13 @@ def test_explain_refuses_no_budget_of_a_device_that_is_not_there(memory, tiny, c
     assert "all_reduce" in out and "kept for the backward" not in out
 
 
+def test_train_refuses_a_budget_that_nothing_fits_before_a_trainer_is_made(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("axonml_jax.cli.train._trainer", lambda *_, **__: pytest.fail("arrays were allocated"))
+    flags = ["--plan.remat=null", "--plan.memory=1KiB", f"--output.dir={tmp_path / 'run'}"]
+    assert main(["train", str(tiny), *flags]) == 2
+    assert "this step needs at least" in capsys.readouterr().err
+
+
 MISSING = {
     "a picture's folder": (["explain", "--picture", "no/x.svg"], "--picture no/x.svg: there is no folder no; make it"),
     "a picture's format": (["explain", "--picture", "x.bmp"], "--picture x.bmp: the ending chooses the format"),
