@@ -401,8 +401,9 @@ def _elements() -> None:
 
 def _rows() -> None:
     key, shape = jax.random.key(1), (3, 4, 5)
-    whole = np.asarray(jax.random.normal(key, shape))
-    parts = [np.asarray(jax.random.normal(row_key(key, part, 2, 2), (3, 2, 5))) for part in range(2)]
+    # Bits: what is computed from them may differ in the last place, as processors compute whole vectors and what is left.
+    whole = np.asarray(jax.random.bits(key, shape))
+    parts = [np.asarray(jax.random.bits(row_key(key, part, 2, 2), (3, 2, 5))) for part in range(2)]
     expect(np.array_equal(np.concatenate(parts, 1), whole), f"parts of rows are drawn as {parts}")
     keys = [np.asarray(jax.random.key_data(jax.random.split(row_key(key, part, 2, 2)))) for part in range(2)]
     wanted = np.asarray(jax.random.key_data(jax.random.split(key, 4)))
