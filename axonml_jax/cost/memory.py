@@ -120,44 +120,61 @@ def block_activations(
       documents: whether rows hold several documents.
     """
     inside, outside = _cuts(config, degrees)
-    size, wide, itemsize = config.hidden_size, 4, jnp.dtype(compute).itemsize
+    size, itemsize = config.hidden_size, jnp.dtype(compute).itemsize
     shape = config.attention_shape
     boundary = divided(tokens * size * itemsize, outside)
-    latents = sum(scale.size for scale in shape.scales if not scale.of_heads)
     fused = attention is not None or fuses_attention(config, length, compute, platform, documents)
-    # Attention weights as the softmax leaves and as it is read; of capped scores the tangent too.
-    of_scores = (wide if config.attention_softcap is None else 2 * wide) + itemsize
-    within = (
-        config.num_heads * (wide if fused else length * of_scores)
-        + (shape.queries + shape.keys_and_values + shape.mixed) * itemsize
-    )
-    within = within + (_head_norms(config, wide, itemsize) if config.qk_norm else 0)
-    # Beside the block's input; what the norms make is in float32, and twice where rsqrt and scale are one factor.
     # Norms and activations go over memory once there, whether by kernels or XLA's fusions.
-    one_pass = platform == "cuda" and itemsize == 2
-    normed = 2 * wide if one_pass else size * wide * (1 if config.zero_centered_norm else 2)
-    between = 3 * size * itemsize + 2 * normed + (2 * (size * itemsize + normed) if config.post_norms else 0)
-    products, feed = shape.opened * itemsize, _feed(config, tokens, inside, itemsize, experts, one_pass)
-    whole = boundary + divided(tokens * within, inside) + divided(tokens * between, outside) + feed.whole
-    whole += divided(tokens * (shape.pressed * itemsize + latents * (2 * wide + itemsize)), outside)
+    one_pass = platform in ("cuda", "tpu") and itemsize == 2
+    feed = _feed(config, tokens, inside, itemsize, experts, one_pass)
+    whole = boundary + feed.whole + _between_products(config, degrees, tokens, length, itemsize, fused, one_pass)
     # Of what is between the layers: both closing products, and with biases the first of them before its bias.
     closing = size * itemsize * (3 if config.use_bias else 2)
-    selective = boundary + divided(tokens * products, inside) + divided(tokens * closing, outside) + feed.products
-    selective += divided(tokens * shape.pressed * itemsize, outside)
-    scores = config.num_heads * (wide if fused else length * wide) + shape.mixed * itemsize  # and the mixed heads
-    plain = selective + feed.routed + divided(tokens * scores, inside) if apart else whole
+    selective = boundary + divided(tokens * shape.opened * itemsize, inside) + divided(tokens * closing, outside)
+    selective += feed.products + divided(tokens * shape.pressed * itemsize, outside)
+    scores = config.num_heads * (_WIDE if fused else length * _WIDE) + shape.mixed * itemsize  # and the mixed heads
+    plain = whole
+    if apart:
+        plain = selective + feed.routed + divided(tokens * scores, inside)
+    elif config.scan_layers:  # JAX keeps all that the loop's backward reads, what each product reads by itself
+        feed_kept = _feed(config, tokens, inside, itemsize, experts)
+        plain = boundary + feed_kept.whole + divided(tokens * config.mlp_size * itemsize, inside)
+        plain += _between_products(config, degrees, tokens, length, itemsize, fused, one_pass=False)
+        plain += divided(tokens * size * 2 * (itemsize + _WIDE), outside)
     full = boundary + _sums(config, degrees, boundary, selective)
     kept = (1 - run.recomputes) * plain + run.full * full + run.selective * selective
     words = -divided(-config.vocab_size, _vocabulary_cut(config, degrees))  # padding of the last ranks is computed too
     words = least(config.words_at_once or words, words)
-    rebuilt = whole if apart else (run.recomputes > 0) * whole
+    rebuilt = (1 if apart else (run.recomputes > 0)) * (whole + feed.gradient)
     kernel = kernel_computes(config, length, compute, platform, documents, attention)
     others = 0 if attention is None else attention.held(tokens, itemsize, platform, kernel)
     others = most(others, 0 if experts is None else experts.held(itemsize))
     # In one pass logits and their gradient are in 16 bits; XLA's own cross entropy has one of them in float32.
-    of_logit = itemsize + (2 * wide if not one_pass else itemsize if run.kernels else wide)
+    of_logit = itemsize + (2 * _WIDE if not one_pass else itemsize if run.kernels else _WIDE)
     sent = least(kept, _sent(config, divided(tokens, inside), length, platform, run)) if apart else 0
     return BlockActivations(kept, rebuilt, boundary, tokens * words * of_logit, others, sent)
+
+
+_WIDE = 4
+"""Bytes of a number of float32."""
+
+
+def _between_products(
+    config: DecoderLike, degrees: Mapping[str, Many], tokens: Many, length: int, itemsize: int, fused: bool, one_pass: bool
+) -> Many:  # fmt: skip
+    """Bytes that a block's backward reads beside its input and its feed-forward part: attention's, and those of norms."""
+    (inside, outside), shape, size = _cuts(config, degrees), config.attention_shape, config.hidden_size
+    # Attention weights as the softmax leaves and as it is read; of capped scores the tangent too.
+    of_scores = (_WIDE if config.attention_softcap is None else 2 * _WIDE) + itemsize
+    within = config.num_heads * (_WIDE if fused else length * of_scores)
+    within += (shape.queries + shape.keys_and_values + shape.mixed) * itemsize
+    within += _head_norms(config, itemsize, one_pass) if config.qk_norm else 0
+    # What the norms make is in float32, and twice where rsqrt and scale are one factor.
+    normed = 2 * _WIDE if one_pass else size * _WIDE * (1 if config.zero_centered_norm else 2)
+    between = 3 * size * itemsize + 2 * normed + (2 * (size * itemsize + normed) if config.post_norms else 0)
+    latents = sum(scale.size for scale in shape.scales if not scale.of_heads)
+    between += shape.pressed * itemsize + latents * (2 * _WIDE + itemsize)
+    return divided(tokens * within, inside) + divided(tokens * between, outside)
 
 
 def _sent(config: DecoderLike, tokens: Many, length: int, platform: str | None, run: Run) -> Many:
@@ -175,15 +192,15 @@ def _sums(config: DecoderLike, degrees: Mapping[str, Many], boundary: Many, sele
     return either(own["tensor"] > 1, boundary * (3 if config.post_norms else 1), 0)
 
 
-def _head_norms(config: DecoderLike, wide: int, itemsize: int) -> int:
+def _head_norms(config: DecoderLike, itemsize: int, one_pass: bool) -> int:
     """Of a token's norms of queries and keys, in float32: as they enter and leave, the factor, and two numbers of each head.
 
-    Where rsqrt and scale are one factor it is as large as they are; with biases what enters is kept before them too.
+    Where rsqrt and scale are one factor it is as large as they are; with biases what enters is kept before them too. In one
+    pass they are kept as they enter, beside the two numbers.
     """
     shape, wides = config.attention_shape, 3 if config.zero_centered_norm else 4
-    return (shape.heads + shape.kv_heads) * (
-        shape.query_size * (wides * wide + (itemsize if config.use_bias else 0)) + 2 * wide
-    )
+    each = itemsize if one_pass else wides * _WIDE + (itemsize if config.use_bias else 0)
+    return (shape.heads + shape.kv_heads) * (shape.query_size * each + 2 * _WIDE)
 
 
 class _Feed(NamedTuple):
@@ -193,11 +210,13 @@ class _Feed(NamedTuple):
       whole: what its backward reads.
       products: its dense products alone.
       routed: what is kept of experts where elementwise work is redone.
+      gradient: of the dense inner features, beside all of these in the backward; 0 where other terms stand for it.
     """
 
     whole: Many
     products: Many
     routed: Many = 0
+    gradient: Many = 0
 
 
 def _feed(
@@ -207,7 +226,8 @@ def _feed(
     dense = lambda inner, each: divided(tokens * inner * each * itemsize, inside)
     # In one pass without what the activation's gradient makes again.
     kept = (3 if gated else 2) if one_pass else (5 if gated else 3)
-    own = _Feed(dense(config.mlp_size, kept), dense(config.mlp_size, 2 if gated else 1))
+    gradient = dense(config.mlp_size, 1) if one_pass else 0
+    own = _Feed(dense(config.mlp_size, kept), dense(config.mlp_size, 2 if gated else 1), gradient=gradient)
     if experts is None or config.experts is None:
         return own
     shared = config.experts.shared_size
@@ -303,6 +323,7 @@ class Memory:
       batch: the rank's rows.
       host: bytes of all these that rest in host memory instead.
       kept_on_host: bytes kept for the backward in host memory, which are in none of the others.
+      looped: how often gradients are allocated before the backward begins: for microbatches, and for blocks in one loop.
     """
 
     parameters: Many = 0
@@ -316,6 +337,7 @@ class Memory:
     batch: Many = 0
     host: Many = 0
     kept_on_host: Many = 0
+    looped: Many = 0
 
     @property
     def arguments(self) -> Many:
@@ -326,11 +348,12 @@ class Memory:
     def temporaries(self) -> Many:
         """What a step needs more, at its fullest moment.
 
-        Gradients grow while activations go: the fullest moment is the beginning of the backward or its end. A pipeline
-        accumulates gradients while others of its microbatches are under way: it holds both.
+        Gradients grow while activations go: the fullest moment is the beginning of the backward or its end. Those that add up
+        over microbatches are there all the while, and so is what a loop over blocks makes of its own, or a pipeline's.
         """
+        apart = most(self.activations + self.looped * self.gradients, self.gradients)
         both = self.activations + self.pipeline + self.gradients
-        backward = either(self.pipeline > 0, both, most(self.activations, self.gradients)) + self.gathered
+        backward = either(self.pipeline > 0, both, apart) + self.gathered
         return most(backward, self.joining)
 
     @property
@@ -340,7 +363,8 @@ class Memory:
 
     def by_kind(self) -> dict[str, int]:
         """Every kind that is not zero."""
-        return {field.name: size for field in fields(self) if (size := getattr(self, field.name))}
+        kinds = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "looped"}
+        return {name: size for name, size in kinds.items() if size}
 
 
 class Rests(NamedTuple):
@@ -428,7 +452,7 @@ def whole_of_stages(reads: Many, sums: Many) -> Many:
 
 def memory(
     weights: Weights, ranks: Sequence[ShardCounts], run: Run, *, activations: Many, pipeline: Many, whole: Many, moments: int,
-    batch: Many, offload: CPUOffload, sent: Many = 0,
+    batch: Many, offload: CPUOffload, sent: Many = 0, looped: Many = 0,
 ) -> Memory:  # fmt: skip
     """Memory of the rank that holds most; a pipeline's ranks all allocate what the fullest needs.
 
@@ -442,12 +466,13 @@ def memory(
       batch: bytes of a rank's rows.
       offload: what rests on the host.
       sent: of activations, what is there.
+      looped: as of `Memory`.
     """
     each = [states(weights, parts, run, moments) for parts in ranks]
     held = {kind: most(*(own[kind] for own in each)) for kind in each[0]}
     return Memory(
         **held, activations=activations, gathered=whole, pipeline=pipeline, batch=batch, host=on_host(held, offload),
-        kept_on_host=sent,
+        kept_on_host=sent, looped=looped,
     )  # fmt: skip
 
 
@@ -652,6 +677,7 @@ def held(step: Step, *, moments: int, offload: CPUOffload, in_ticks: bool) -> Me
     return memory(
         step.weights, step.ranks, step.run, activations=activations, pipeline=pipeline, whole=whole, moments=moments,
         batch=batch_bytes(step.rows, step.positions, step.documents), offload=offload, sent=sent,
+        looped=either(step.run.microbatches > 1, 1, 0) + step.model.scan_layers,
     )  # fmt: skip
 
 

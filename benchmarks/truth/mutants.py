@@ -6,8 +6,9 @@
 A mutant changes one place in one function: a comparison, an operator, a constant, a condition, an argument, a call that is
 left out. Functions are drawn by their lines of code, places within them evenly; texts of messages, types and docstrings are
 left alone. For every mutant the tests that enter its function are run, cheap ones first, until one fails. Prints a line per
-mutant and appends it to `--records`; the exit status is the number of survivors. Some mutants change nothing that anybody can
-see (a bound that no value reaches, an order of equals): they are survivors too, and are judged by reading.
+mutant and appends it to `--records`; the exit status is the number of survivors. One is undecided where the seconds ended
+first. Some mutants change nothing that anybody can see (a bound that no value reaches, an order of equals): they are survivors
+too, and are judged by reading.
 
 Python 3.12 or newer; needs what the tests need.
 """
@@ -166,8 +167,8 @@ def replaced(text: str, where: tuple[int, int, int, int], new: str) -> str:
     return b"".join([*lines[: first - 1], middle, *lines[last:]]).decode()
 
 
-def reaching(mutant: dict, reached: Path) -> list[str]:
-    """Tests that enter a mutant's function, those that cost least first; of a table's rows not more than six."""
+def reaching(mutant: dict, reached: Path) -> dict[str, float]:
+    """Tests that enter a mutant's function, and the seconds that each took, those that cost least first."""
     seconds = dict(
         line.rsplit("\t", 1) for line in reached.with_name(reached.name + ".seconds").read_text().splitlines()
     )
@@ -178,12 +179,13 @@ def reaching(mutant: dict, reached: Path) -> list[str]:
             test, path, function, _ = line.split("\t")
             if path == mutant["file"] and function.split(".<locals>")[0] == outer and test in seconds:
                 tests.add(test)
-    return sorted(tests, key=lambda test: float(seconds[test]))
+    return {test: float(seconds[test]) for test in sorted(tests, key=lambda test: float(seconds[test]))}
 
 
 def tried(mutant: dict, reached: Path, limit: float) -> dict:
-    """The mutant with what became of it: the test that failed, or None."""
-    tests, start = reaching(mutant, reached), time.monotonic()
+    """The mutant with what became of it: the test that failed, "time" where they hang, or None; how many were left untried."""
+    taken, start = reaching(mutant, reached), time.monotonic()
+    tests = list(taken)
     record = {name: value for name, value in mutant.items() if name != "text"} | {
         "reached_by": len(tests),
         "killed_by": None,
@@ -194,9 +196,9 @@ def tried(mutant: dict, reached: Path, limit: float) -> dict:
         (copy / mutant["file"]).write_text(mutant["text"], "utf-8")
         size = 12
         while tests and time.monotonic() - start < limit:
-            some, tests, size = tests[:size], tests[size:], size * 2
-            # Its output can be large; what counts is the first failure.
-            failed = failing(some, copy, limit - (time.monotonic() - start))
+            some, rest, size = tests[:size], tests[size:], size * 2
+            failed = failing(some, copy, HANGS * sum(taken[test] for test in some) + STARTS)
+            tests = rest
             if failed is not None:
                 record["killed_by"] = failed
                 break
@@ -204,8 +206,12 @@ def tried(mutant: dict, reached: Path, limit: float) -> dict:
     return record | {"seconds": round(time.monotonic() - start, 1)}
 
 
+HANGS, STARTS = 6, 120.0
+"""Tests hang that take so many times as long as they did, and seconds to start."""
+
+
 def failing(tests: list[str], copy: Path, seconds: float) -> str | None:
-    """The first of the tests that fails on a copy of the tree, or "time" for one that does not end."""
+    """The first of the tests that fails on a copy of the tree, or "time" for one that does not end within so many seconds."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--no-header", *tests]
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     process = subprocess.Popen(
@@ -218,7 +224,7 @@ def failing(tests: list[str], copy: Path, seconds: float) -> str | None:
         start_new_session=True,
     )
     try:
-        out, _ = process.communicate(timeout=max(60.0, seconds))
+        out, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
         process.communicate()
@@ -258,7 +264,7 @@ def main() -> None:
         parser.error(f"{more}: only a record passes more on to pytest")
     if options.what == "record":
         sys.exit(record(options.reached, more))
-    fates: collections.Counter = collections.Counter()
+    fates: collections.Counter[str] = collections.Counter()
     for number in range(options.first, options.first + options.count):
         mutant = drawn(options.seed, number)
         label = "{number}: {file}:{line} {function}, {kind}: {was} -> {now}".format(**mutant)
@@ -266,16 +272,14 @@ def main() -> None:
             print(label)
             continue
         done = tried(mutant, options.reached, options.seconds)
-        fates[bool(done["killed_by"])] += 1
-        print(
-            f"{'killed' if done['killed_by'] else 'SURVIVED'} {label} ({done['reached_by']} tests, {done['seconds']} s)",
-            flush=True,
-        )
+        fate = "killed" if done["killed_by"] else "UNDECIDED" if done["left"] else "SURVIVED"
+        fates[fate] += 1
+        print(f"{fate} {label} ({done['reached_by']} tests, {done['seconds']} s)", flush=True)
         with open(options.records, "a", encoding="utf-8") as file:
             file.write(json.dumps(done) + "\n")
     if options.what == "try":
-        print(f"{fates[True]} of {fates.total()} killed")
-    sys.exit(fates[False])
+        print(f"{fates['killed']} of {fates.total()} killed, {fates['UNDECIDED']} undecided")
+    sys.exit(fates["SURVIVED"])
 
 
 if __name__ == "__main__":
