@@ -226,6 +226,17 @@ def test_a_linen_loss_that_says_whether_it_trains_is_left_alone(mesh, caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize("drops", [True, False])
+def test_dropout_that_is_told_by_its_place_in_an_evaluation_is_heard(mesh, drops, caplog):
+    class Told(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return linen.Dense(1)(linen.Dropout(0.5)(linen.Dense(4)(x), not drops))
+
+    linen_trainer(mesh, Told(), lambda model, batch: model(batch["x"]).mean())[1].evaluate(BATCHES[0])
+    assert ("Dropout_0 drops units in evaluation too" in caplog.text) == drops
+
+
 def test_statistics_that_move_in_an_evaluation_are_refused_by_name(mesh, caplog):
     ddp, trainer = linen_trainer(mesh, LinenNet("hard"))
     run(trainer, BATCHES[:1])
