@@ -363,8 +363,8 @@ class Memory:
 
     def by_kind(self) -> dict[str, int]:
         """Every kind that is not zero."""
-        kinds = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "looped"}
-        return {name: size for name, size in kinds.items() if size}
+        named = ((field.name, getattr(self, field.name)) for field in fields(self) if field.name != "looped")
+        return {name: size for name, size in named if size}
 
 
 class Rests(NamedTuple):
@@ -654,18 +654,9 @@ def held(step: Step, *, moments: int, offload: CPUOffload, in_ticks: bool) -> Me
     """
     apart = step.ticks is not None or (step.model.scan_layers and step.weights.sliced)
     block = block_activations(
-        step.model,
-        step.degrees,
-        step.tokens,
-        step.length,
-        step.compute,
-        step.run,
-        step.platform,
-        step.attention,
-        step.experts,
-        apart=apart,
-        documents=step.documents,
-    )
+        step.model, step.degrees, step.tokens, step.length, step.compute, step.run, step.platform, step.attention, step.experts,
+        apart=apart, documents=step.documents,
+    )  # fmt: skip
     if step.ticks is None:
         activations, pipeline = of_blocks(step.model.num_layers, block), 0
         sent = step.model.num_layers * block.sent
