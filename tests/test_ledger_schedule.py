@@ -1,8 +1,10 @@
-"""What a schedule moves, times the trips of its loops, and what of it runs behind products: HLO as XLA:TPU prints it."""
+"""What a schedule moves, times the trips of its loops, what of it runs behind products, and the peak: as XLA:TPU prints it."""
+
+from types import SimpleNamespace
 
 import pytest
 
-from axonml_jax.ledger.compiled import moved
+from axonml_jax.ledger.compiled import device_peak, moved
 
 HLO = """HloModule jit_step, is_scheduled=true
 
@@ -72,3 +74,21 @@ def test_bytes_are_counted_once_per_trip_and_hidden_behind_products_only():
     assert moved(said)["all_gather"].count == 10
     with pytest.raises(ValueError, match="no ENTRY computation"):
         moved("module @step {}")
+
+
+HOST = ("host_argument_size_in_bytes", "host_output_size_in_bytes", "host_alias_size_in_bytes")
+OWN = ("argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes", "temp_size_in_bytes")
+PLANNED = (*OWN, *HOST, "peak_memory_in_bytes")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "wanted"),
+    [
+        ((3, 2, 2, 40, 0, 0, 0, 41), 41),  # not all temporaries are there at once
+        ((3, 2, 1, 40, 5, 5, 5, 45), 40),  # what rests on the host is counted in
+        ((12, 12, 12, 31, 0, 0, 0, 57), 43),  # the host's 45 of temporaries, which are more than the device's
+    ],
+)
+def test_a_devices_peak_leaves_out_what_the_host_has(sizes, wanted):
+    planned = SimpleNamespace(**dict(zip(PLANNED, sizes, strict=True)))
+    assert device_peak(SimpleNamespace(memory_analysis=lambda: planned)) == wanted

@@ -363,8 +363,9 @@ class Memory:
 
     def by_kind(self) -> dict[str, int]:
         """Every kind that is not zero."""
-        named = ((field.name, getattr(self, field.name)) for field in fields(self) if field.name != "looped")
-        return {name: size for name, size in named if size}
+        return {
+            each.name: size for each in fields(self) if each.name != "looped" and (size := getattr(self, each.name))
+        }
 
 
 class Rests(NamedTuple):

@@ -74,11 +74,13 @@ class CompiledCollective:
 def device_peak(compiled: Any) -> int:
     """Bytes on one device at the program's fullest moment, as XLA:TPU plans it.
 
-    XLA counts what rests in host memory, before and after, as if it were on the device.
+    XLA counts what rests in host memory, before and after, as if it were on the device; and where the host's temporaries are
+    larger than the device's, its peak is theirs. There it is what arguments, results and temporaries take.
     """
-    planned = compiled.memory_analysis()
-    host = planned.host_argument_size_in_bytes + planned.host_output_size_in_bytes - planned.host_alias_size_in_bytes
-    return planned.peak_memory_in_bytes - host
+    found = compiled.memory_analysis()
+    host = found.host_argument_size_in_bytes + found.host_output_size_in_bytes - found.host_alias_size_in_bytes
+    own = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    return min(found.peak_memory_in_bytes - host, own + found.temp_size_in_bytes)
 
 
 def collectives_in_compiled(program: Any) -> tuple[CompiledCollective, ...]:
