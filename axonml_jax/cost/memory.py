@@ -363,9 +363,7 @@ class Memory:
 
     def by_kind(self) -> dict[str, int]:
         """Every kind that is not zero."""
-        return {
-            each.name: size for each in fields(self) if each.name != "looped" and (size := getattr(self, each.name))
-        }
+        return {f.name: size for f in fields(self) if f.name != "looped" and (size := getattr(self, f.name))}
 
 
 class Rests(NamedTuple):

@@ -79,8 +79,8 @@ def device_peak(compiled: Any) -> int:
     """
     found = compiled.memory_analysis()
     host = found.host_argument_size_in_bytes + found.host_output_size_in_bytes - found.host_alias_size_in_bytes
-    own = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-    return min(found.peak_memory_in_bytes - host, own + found.temp_size_in_bytes)
+    new = found.output_size_in_bytes - found.alias_size_in_bytes + found.temp_size_in_bytes
+    return min(found.peak_memory_in_bytes - host, found.argument_size_in_bytes + new)
 
 
 def collectives_in_compiled(program: Any) -> tuple[CompiledCollective, ...]:
