@@ -80,6 +80,9 @@ class BlockActivations:
     sent: Many = 0
 
 
+_WIDE = 4
+"""Bytes of a number of float32."""
+
 SENDS = {"tpu": 6.5e-5, "cuda": 1.1e-4}
 """Bytes that a device sends to its host, and takes back, for a FLOP that it computes meanwhile, by platform: the least of the
 planner's table of hardware at half of the peak FLOP/s. XLA for CPUs sends none."""
@@ -153,10 +156,6 @@ def block_activations(
     of_logit = itemsize + (2 * _WIDE if not one_pass else itemsize if run.kernels else _WIDE)
     sent = least(kept, _sent(config, divided(tokens, inside), length, platform, run)) if apart else 0
     return BlockActivations(kept, rebuilt, boundary, tokens * words * of_logit, others, sent)
-
-
-_WIDE = 4
-"""Bytes of a number of float32."""
 
 
 def _between_products(
