@@ -39,6 +39,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
     7: ("cost",),
     6: (
         "pipeline.cut",
+        "pipeline.keep",
         "pipeline.run",
     ),
     5: ("parallel",),

@@ -102,10 +102,12 @@ def test_what_cannot_be_sent_is_refused_and_what_is_not_sent_is_said(monkeypatch
     for remat in (["host:made"], POLICY):
         with pytest.warns(UserWarning, match=r"to the host: XLA for CPUs drops that"):
             trainer(Scanned, remat=remat).step(batch)
-    with pytest.raises(ValueError, match=r"pipe: stages keep alike.*take one of these, or memory="):
-        ax.Plan(pipe=ax.Pipelined(num_microbatches=2), remat=POLICY)
-    with pytest.raises(ValueError, match=r"pipe: stages keep alike.*host:input"):
-        ax.Plan(pipe=ax.Pipelined(num_microbatches=2), remat=["host:input"])
+    pipe = lambda **own: ax.Pipeline(Unrolled(nnx.Rngs(0)), mesh_of(pipe=2), num_microbatches=2, split=("last",), **own)
+    for remat in (POLICY, ["host:made"]):
+        with pytest.raises(
+            ValueError, match=r"remat.* sends .*(made|stage 0).* to the host: a pipeline's stages keep in slots"
+        ):
+            pipe(remat=remat).trainer(optax.sgd(0.1), weighted_loss).step(batch)
     monkeypatch.setattr(recompute, "platform_around", lambda: "tpu")
     trainer(Scanned, remat=POLICY).step(batch)  # nothing to say
     with pytest.warns(UserWarning, match=r"in a unit that is no loop: XLA for TPUs then holds more"):

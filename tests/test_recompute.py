@@ -140,15 +140,19 @@ def test_of_sets_that_cost_alike_the_front_has_the_smallest():
     assert _best(kept) == _best(kept[::-1]) == kept[:1]
 
 
+@pytest.mark.parametrize("stages", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_the_choice_repeats_least_of_all_that_fit(seed):
+def test_the_choice_repeats_least_of_all_that_fit(seed, stages):
     draw = random.Random(seed)
     number = lambda: draw.randrange(1, 60)
+    fullest = draw.sample(range(1, 60), 7)
     fronts = [
-        [Price(frozenset(str(k)), number() * (3 - k), number(), 0, float(k and number())) for k in range(3)]
+        [Price(frozenset(str(k)), number() * (3 - k), draw.choice(fullest), 0, float(k and number())) for k in range(3)]
         for _ in range(4)
     ]
     pieces = [Piece(own, draw.choice((1, 2)), number(), number()) for own in fronts]
+    if stages:
+        pieces = [piece._replace(stage=i // 2, slots=draw.choice((1, 3))) for i, piece in enumerate(pieces)]
     every = list(itertools.product(*fronts))
     seconds = lambda chosen: sum(piece.trips * price.seconds for piece, price in zip(pieces, chosen, strict=True))
     for budget in range(100, 900, 50):
@@ -207,13 +211,19 @@ ROWS = {
     "fsdp": ({"data": 1, "fsdp": 2}, {}, {}),
     "fsdp, scanned": ({"data": 1, "fsdp": 2}, {}, {"scan_layers": True}),
     "tensor, accumulated": ({"data": 2, "tensor": 2}, {"accumulate": 2}, {}),
+    "pipe": ({"data": 1, "pipe": 2}, {"pipe": ax.Pipelined(num_microbatches=4)}, {}),
+    "pipe, in turns": (
+        {"data": 1, "pipe": 2},
+        {"pipe": ax.Pipelined(num_microbatches=4, schedule="interleaved", chunks=2)},
+        {"num_layers": 4},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_step_fits_the_bytes_that_it_is_given(name):
     degrees, options, more = ROWS[name]
-    model = config(LLAMA, num_layers=3, max_length=64, **more)
+    model = config(LLAMA, **{"num_layers": 3, "max_length": 64, **more})
     make = lambda **own: step_of(model, ax.Plan(**options, **own), degrees, 16, length=64)
     peaks = {remat: peak_of(make(remat=remat)[0].lower(*make()[1:]).compile()) for remat in (None, "full")}
     budget = (peaks[None] + 2 * peaks["full"]) // 3
@@ -313,9 +323,37 @@ def test_a_report_says_what_was_kept_and_what_else_may_be(tmp_path):
         plain.save_picture(tmp_path / "none.svg")
 
 
-def test_a_pipeline_takes_the_word_that_fits():
+# Stages of a pipeline
+
+
+def staged(schedule="1f1b", **options):
+    model, mesh = Mlp(nnx.Rngs(0)), ax.make_mesh(pipe=2, devices=jax.devices()[:2])
+    trainer = ax.Pipeline(model, mesh, num_microbatches=4, schedule=schedule, **options).trainer(
+        optax.adam(1e-2), loss_fn
+    )
+    batch = {"x": np.random.default_rng(0).normal(size=(512, 24)).astype(np.float32)}
+    return trainer, [float(trainer.step(batch)["loss"]) for _ in range(3)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_stages_keep_block_by_block_and_train_alike(schedule):
+    _, plain = trained()
+    chosen, losses = staged(memory=300_000)
+    np.testing.assert_allclose(losses, plain, rtol=1e-6)
+    units = chosen.recompute
+    assert isinstance(units, Recompute) and units.seconds > 0
+    assert [unit.name for unit in units.units] == [f"blocks/{i}" for i in range(4)]
+    for remat in (["made"], [r"blocks/[12]/.*kernel"], jax.checkpoint_policies.dots_saveable, units.to_dict()):
+        np.testing.assert_allclose(staged(schedule, remat=remat)[1], plain, rtol=1e-6)
+
+
+def test_a_stage_repeats_what_its_blocks_do_not_keep():
     model, plan = config(LLAMA, num_layers=4), {"pipe": ax.Pipelined(num_microbatches=4)}
-    make = lambda **own: step_of(model, ax.Plan(**plan, **own), {"data": 1, "pipe": 2}, 8, length=LENGTH)
-    full = peak_of(make(remat="full")[0].lower(*make()[1:]).compile())
-    step, state, rows = make(memory=full)
-    assert peak_of(step.lower(state, rows).compile()) <= full and step.recompute in ("selective", "full")
+    make = lambda remat: step_of(model, ax.Plan(remat=remat, **plan), {"data": 1, "pipe": 2}, 8, length=LENGTH)
+    whole = {"blocks/0": "everything"}  # and the others, of which nothing is said
+    plain, whole, up, none = (
+        products_in(*make(remat)) for remat in (None, whole, ["mlp/up"], {f"blocks/{i}": [] for i in range(4)})
+    )
+    of_block = 3 + 2 + 1 + 3  # queries, keys, values; scores and what they weigh; out; gate, up, down
+    assert whole == plain and none == plain + 4 * (of_block - 1)  # nothing in a block reads its closing product
+    assert up == none - 4 + 1  # and the head's, of which nothing is kept

@@ -583,8 +583,6 @@ class Plan:
             return []
         rules = {
             "stages are split by the model's own layers only: leave partition out": self.partition is not None,
-            f"stages keep alike, in slots of the device's memory, and take remat=None, 'selective' or 'full', not "
-            f"{self.remat!r}: take one of these, or memory=": not is_one_of(self.remat, (None, "full", "selective")),
             "sync_strategy=NO_SYNC lets every rank train a model of its own, and the stages share one: use another": (
                 self.independent
             ),

@@ -200,6 +200,8 @@ def _sent_in_loops(found: Recompute, units: "Sequence[Unit]") -> Recompute:
       ValueError: naming those that are not.
     """
     sending = [choice.name for choice in found.units if choice.host]
+    if sending and any(unit.stage is not None for unit in units):
+        raise ValueError(f"remat sends values of the units {sending} to the host: {NOT_IN_SLOTS}")
     if wrong := [unit.name for unit in units if unit.name in sending and unit.plain]:
         raise ValueError(
             f"remat sends values of the units {wrong} to the host, and these are no loops: XLA then holds more of the device's "
@@ -208,6 +210,9 @@ def _sent_in_loops(found: Recompute, units: "Sequence[Unit]") -> Recompute:
     if sending:
         say_where(f"remat sends values of the units {sending} to the host")
     return found
+
+
+NOT_IN_SLOTS = "a pipeline's stages keep in slots of the device's memory, so leave what is sent to the host out"
 
 
 def say_where(what: str) -> None:
@@ -241,6 +246,7 @@ class Unit:
       plain: whether keeping whatever the backward reads is to be had.
       entering: bytes of what it is given, and nothing before it was.
       grads: bytes of gradients that stay when its backward is over.
+      stage, slots: as of `Piece`.
     """
 
     name: str
@@ -252,6 +258,8 @@ class Unit:
     plain: bool
     entering: int
     grads: int
+    stage: int | None = None
+    slots: int | None = None
 
 
 @dataclass(frozen=True)
@@ -310,22 +318,29 @@ class WithinBytes:
         """What each unit keeps."""
         for unit in units:
             if (unit.kind, unit.plain) not in self._fronts:
-                self._fronts[unit.kind, unit.plain] = front(graph_of(*unit.work), self.rates, plain=unit.plain)
+                rates = self.rates if unit.stage is None else self.rates._replace(host=0.0)
+                self._fronts[unit.kind, unit.plain] = front(graph_of(*unit.work), rates, plain=unit.plain)
         most = self.host / max(1, sum(not unit.plain for unit in units))
         fronts = [
             [price for price in self._fronts[unit.kind, unit.plain] if unit.trips * price.away <= most]
             for unit in units
         ]
-        pieces = [Piece(own, u.trips, u.entering, u.grads) for u, own in zip(units, fronts, strict=True)]
+        pieces = [
+            Piece(own, u.trips, u.entering, u.grads, u.stage, u.slots) for u, own in zip(units, fronts, strict=True)
+        ]
         chosen = choose(pieces, self.allowance)
         chosen = chosen or _least(pieces)
-        self.found = Recompute(tuple(map(_chosen, units, chosen)), peak(pieces, chosen), tuple(pieces))
+        found = tuple(map(_chosen, units, chosen))
+        least = [price.seconds <= own[0].seconds for price, own in zip(chosen, fronts, strict=True)]
+        if all(least) and all(unit.stage is not None for unit in units):
+            found = tuple(replace(each, keep=None, again=()) for each in found)  # as stages do without recomputation
+        self.found = Recompute(found, peak(pieces, chosen), tuple(pieces))
         return self.found
 
 
 def _least(pieces: Sequence[Piece]) -> list[Price]:
     """What keeps nothing: it holds least."""
-    held = lambda piece, price: (price.keep is None, len(price.keep or ()), piece.trips * price.kept + price.fullest)
+    held = lambda piece, price: (price.keep is None, len(price.keep or ()), piece.kept(price) + price.fullest)
     return [min(piece.front, key=partial(held, piece)) for piece in pieces]
 
 
@@ -334,10 +349,10 @@ def _chosen(unit: Unit, price: Price) -> UnitChoice:
     host = tuple(label for label in unit.labels if label in price.host)
     made = [label for label in unit.labels if label not in unit.given]
     again = () if keep is None else tuple(label for label in made if label not in keep and label not in host)
-    n = unit.trips
+    n, slots = unit.trips, unit.trips if unit.slots is None else unit.slots
     here = price.kept + sum(unit.given.get(label, 0) for label in host)
     return UnitChoice(
-        unit.name, keep, again, n, n * here, n * price.flops, n * price.seconds, host=host, away=n * price.away
+        unit.name, keep, again, n, slots * here, n * price.flops, n * price.seconds, host=host, away=n * price.away
     )
 
 
@@ -388,16 +403,18 @@ def chosen(remat: Any, cut: Any, parts: Sequence[Any], names: Sequence[str], gra
       names: of the weights, by position.
       grads: bytes of each weight's gradient, as they stay when a unit's backward is over.
     """
-    named, units, seen = [], [], set()
+    named, units, seen, taken = [], [], set(), set()
     for i, part in enumerate(parts):
-        part, unit = _named(cut, i, part, names, grads, seen)
+        part, unit = _named(cut, i, part, names, grads, seen, taken)
         named.append(part)
         units.append(unit)
     found = remat.choice(units).units
     return named, [transform(choice, apart=not unit.plain) for choice, unit in zip(found, units, strict=True)]
 
 
-def _named(cut: Any, i: int, part: Any, names: Sequence[str], grads: Sequence[int], seen: set[int]) -> tuple[Any, Unit]:
+def _named(
+    cut: Any, i: int, part: Any, names: Sequence[str], grads: Sequence[int], seen: set[int], taken: set[str]
+) -> tuple[Any, Unit]:
     segment, loop = cut.segments[i], hasattr(part, "body")
     body = part.body if loop else part
     paths: dict[int, Any]
@@ -405,25 +422,40 @@ def _named(cut: Any, i: int, part: Any, names: Sequence[str], grads: Sequence[in
         paths = {part.inner[k]: names[weight] for k, weight in part.scanned.items()}
     else:
         paths = {cut.program.inputs[weight]: names[weight] for weight in segment.weights}
-    prefix = _common(list(paths.values())) or f"part {i}"
     carry = range(part.num_consts, part.num_consts + part.num_carry) if loop else ()
     carried = [part.inner[k] for k in carry]
-    named = _labels(body, {number: path.removeprefix(prefix).strip("/") for number, path in paths.items()}, carried)
-    body = replace(body, names={number: KEEP + label for number, label in named.items()})
     fresh = [number for number in segment.inputs if number not in seen and number not in cut.program.inputs]
     seen.update(fresh)
-    entering = sum(map(_size, (cut.program.avals[number] for number in fresh)))
+    entering = sum(map(size_of, (cut.program.avals[number] for number in fresh)))
     trips = int(part.options["length"]) if loop else 1
-    entering += trips * sum(_size(body.avals[number]) for number in carried)
+    entering += trips * sum(size_of(body.avals[number]) for number in carried)
     last = [w for w in (*segment.weights, *segment.scanned.values()) if cut.first.get(w, i) == i]
-    user = [each.op.label for each in body.equations if each.name == "name" and not each.op.label.startswith("axonml.")]
-    unit = Unit(
-        name=prefix, labels=tuple(dict.fromkeys((*named.values(), *user))),
-        given={named[number]: _size(body.avals[number]) for number in carried if number in named},
-        kind=_kind(body, named, loop), work=body.work(),
-        trips=trips, plain=not loop, entering=entering, grads=sum(grads[w] for w in last),
-    )  # fmt: skip
+    own = {"trips": trips, "plain": not loop, "entering": entering, "grads": sum(grads[w] for w in last)}
+    body, unit = unit_of(body, paths, _common(list(paths.values())) or f"part {i}", taken, carried, **own)
     return (replace(part, body=body) if loop else body), unit
+
+
+def unit_of(
+    body: Any, paths: Mapping[int, str], prefix: str, taken: set[str], carried: Sequence[int] = (), **rest: Any
+) -> tuple[Any, Unit]:
+    """A body with its values named, and what is asked about it.
+
+    Args:
+      body: the work.
+      paths: of its weights, by number.
+      prefix: the path of its module, or a name.
+      taken: names of those before it, which it adds its own to: another one, where it is among them.
+      carried: numbers of what a loop's trips hand on.
+      rest: what else a `Unit` says.
+    """
+    name = next(n for n in (prefix, *(f"{prefix} ({i})" for i in range(2, len(taken) + 3))) if n not in taken)
+    taken.add(name)
+    named = _labels(body, {number: path.removeprefix(prefix).strip("/") for number, path in paths.items()}, carried)
+    body = replace(body, names={number: KEEP + label for number, label in named.items()})
+    user = [each.op.label for each in body.equations if each.name == "name" and not each.op.label.startswith("axonml.")]
+    given = {named[number]: size_of(body.avals[number]) for number in carried if number in named}
+    labels, kind = tuple(dict.fromkeys((*named.values(), *user))), _kind(body, named, not rest["plain"])
+    return body, Unit(name=name, labels=labels, given=given, kind=kind, work=body.work(), **rest)
 
 
 def _common(paths: Sequence[str]) -> str:
@@ -477,7 +509,8 @@ def _kind(body: Any, named: Mapping[int, str], loop: bool) -> Any:
     return loop, does, tuple(map(number, body.outputs))
 
 
-def _size(aval: Any) -> int:
+def size_of(aval: Any) -> int:
+    """Bytes of an array; of anything else 0."""
     try:
         return aval.size * aval.dtype.itemsize
     except AttributeError:

@@ -212,10 +212,10 @@ class Body:
     def apply(self, weights: Values, inputs: Values) -> Values:
         """The outputs."""
         env = {number: inputs[number] for number in self.inputs} | self.prelude.apply(weights)
-        self._run(env)
+        self.run(env)
         return {number: env[number] for number in self.outputs}
 
-    def _run(self, env: Values) -> None:
+    def run(self, env: Values) -> None:
         """The work, on values some of which get names for checkpoint policies: of what it is given, and of what it makes."""
         env |= {number: named(env[number], self.names[number]) for number in self.inputs if number in self.names}
         run_named(self.equations, env, self.names)
@@ -241,7 +241,7 @@ class Body:
 
         def work(*values):
             inner = env | dict(zip(moving, values, strict=True))
-            self._run(inner)
+            self.run(inner)
             outputs = {number: inner[number] for number in self.outputs}
             varied = [outputs[number] for number in self._varied_outputs]
             return varied, {number: value for number, value in outputs.items() if number not in self._varied}

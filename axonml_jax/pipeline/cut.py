@@ -1,8 +1,9 @@
 """Cutting a model, or its traced microbatch, into stages."""
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -160,11 +161,15 @@ class Stage:
       read: makes of the stored leaves, in tree order, those that `apply` is given, outside the differentiation: a gather
         per tick.
       sync: makes of their gradients those of the stored leaves; the transpose of `read`. It gets None for a frozen leaf.
+      names: paths of the leaves; none: they have none.
+      blocks: by the path of a block of the model its leaves (positions).
     """
 
     apply: StageFunction
     read: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] = _as_it_is
     sync: Callable[[Sequence[Any]], Sequence[Any]] = _as_it_is
+    names: Sequence[str] = ()
+    blocks: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -536,6 +541,20 @@ def _body(program: Program, numbers: Inputs, places: Results, start: Sequence[in
 # A stage's forward with what it keeps for the backward, as a program that is traced once and run in every tick's
 # branch.
 # --------------------------------------------------------------------------------------------------
+
+
+class Form(NamedTuple):
+    """How the forward of a stage is traced, where a backward follows it.
+
+    Attributes:
+      traced: the stage, perhaps in parts.
+      transform: what recomputation makes of it as a whole.
+      kept: equal for stages of one program that keep alike.
+    """
+
+    traced: TracedStage
+    transform: Transform
+    kept: Hashable = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -22,8 +23,9 @@ from axonml_jax.model.loss import cast_floating
 from axonml_jax.model.view import Variables
 from axonml_jax.parallel.placement import Placement, lacking, parts_of, read_shape
 from axonml_jax.parallel.plan import Remat
-from axonml_jax.parallel.units import Transform, transform_of
+from axonml_jax.parallel.units import transform_of
 from axonml_jax.pipeline.cut import (
+    Form,
     Inputs,
     Piece,
     Pieces,
@@ -336,10 +338,12 @@ class Running:
     Attributes:
       placement: how parameters are read and gradients reduced.
       pieces: what the stages do.
+      blocks: the parameters (positions) of every block of the model, by its path.
     """
 
     placement: "Placement"
     pieces: Sequence[Piece]
+    blocks: Mapping[str, Sequence[int]] = MappingProxyType({})
 
     @property
     def staging(self) -> Staging:
@@ -391,8 +395,12 @@ class Running:
 
     def stage(self, number: int, apply: StageFunction) -> Stage:
         """A stage of the program, with its gathers where they belong in its ticks."""
+        place = {leaf: i for i, leaf in enumerate(self.held[number])}
+        own = {"names": [self.staging.names[leaf] for leaf in place]}
+        blocks = {path: [place[leaf] for leaf in leaves if leaf in place] for path, leaves in self.blocks.items()}
+        own |= {"blocks": {path: leaves for path, leaves in blocks.items() if leaves}}
         if not self.in_ticks:
-            return Stage(apply)
+            return Stage(apply, **own)
         layouts = [self.staging.layouts[i] for i in self.held[number]]
 
         def read(leaves: Sequence[jax.Array]) -> list[jax.Array]:
@@ -404,7 +412,7 @@ class Running:
             synced = dict(zip(there, self._over_inner(*given, number), strict=True))
             return [synced.get(i) for i in range(len(grads))]
 
-        return Stage(apply, read, sync)
+        return Stage(apply, read, sync, **own)
 
     def grad_dtype(self, dtype: str) -> Any:
         """Returns the dtype in which the gradients of parameters accumulate that are read in `dtype`."""
@@ -587,7 +595,7 @@ class Member:
         """What it runs: equal only where two stages were traced as one, read alike, and lie at the same places."""
         placed = lambda slot: slot._replace(place=None, offset=slot.offset if slot.place is None else id(slot.place))
         arrays = tuple(tuple(map(placed, packing.slots)) for packing in (*self._packings, self.dy))
-        return id(self.traced), id(self.stage.read), id(self.stage.sync), arrays
+        return id(self.forward or self.traced), id(self.stage.read), id(self.stage.sync), arrays
 
     @property
     def _packings(self) -> tuple[Packing, ...]:
@@ -685,20 +693,32 @@ class Held:
         return Packing.of(arrays, self.axis, (self.positions.parts, dims))
 
 
-def trace_line(stages: Sequence[Stage], held: Held, transform: Transform | None) -> TracedLine:
+Forms = Callable[[TracedLine], Sequence[Form]]
+"""Of every stage, given the line without what stages keep."""
+
+
+def trace_line(stages: Sequence[Stage], held: Held, forms: Forms | None) -> TracedLine:
     """Trace every stage on what the one before sends.
 
     Args:
       stages: in order.
       held: what this rank has.
-      transform: what recomputation makes of a stage; None: nothing is differentiated.
+      forms: how forwards are traced; None: nothing is differentiated.
 
     Raises:
       ValueError: when a loss is no floating scalar, or a state comes back otherwise than it was given.
     """
     members: list[Member] = []
+    given: list[Inputs] = []
     for stage in stages:
-        members.append(_member(stage, held, members, transform))
+        member, inputs = _member(stage, held, members)
+        members.append(member)
+        given.append(inputs)
+    line = _line(members, held)
+    return line if forms is None else replace(line, members=_differentiated(forms(line), members, given, held))
+
+
+def _line(members: Sequence[Member], held: Held) -> TracedLine:
     losses = [member.traced.aval(member.traced.places.loss) for member in members]
     wrong = [f"stage {i}: {loss.str_short()}" for i, loss in enumerate(losses) if loss.shape or not _is_float(loss)]
     if wrong:
@@ -713,8 +733,24 @@ def trace_line(stages: Sequence[Stage], held: Held, transform: Transform | None)
     )
 
 
-def _member(stage: Stage, held: Held, members: Sequence[Member], transform: Transform | None) -> Member:
-    """The next member, which shares what was traced for an earlier one that does the same."""
+def _differentiated(
+    forms: Sequence[Form], members: Sequence[Member], given: Sequence[Inputs], held: Held
+) -> tuple[Member, ...]:
+    """The members with their forwards, of which those that run and keep the same are one."""
+    known: dict[tuple, tuple[TracedForward, Packing]] = {}
+    found: list[Member] = []
+    for member, inputs, form in zip(members, given, forms, strict=True):
+        look = id(member.traced), form.kept
+        if look not in known:
+            forward = TracedForward.of(form.traced, inputs, form.transform)
+            split = () if held.positions is None else forward.split_dims(held.positions.parts.axis)
+            known[look] = forward, held.packing(forward.residuals, split)
+        found.append(replace(member, forward=known[look][0], residuals=known[look][1]))
+    return tuple(found)
+
+
+def _member(stage: Stage, held: Held, members: Sequence[Member]) -> tuple[Member, Inputs]:
+    """The next member, whose program is an earlier one's that does the same, and what it is given."""
     number, before = len(members), members[-1] if members else None
     weights, state = held.layout.packings[number], held.states_layout.packings[number]
     x = Packing(()) if before is None else before.y
@@ -727,14 +763,7 @@ def _member(stage: Stage, held: Held, members: Sequence[Member], transform: Tran
     twin = next((each for each in members if _does_the_same(each.traced, traced)), None)
     traced = traced if twin is None else twin.traced
     y = held.packing([traced.aval(atom) for atom in traced.places.y])
-    member = Member(stage, traced, weights, state, Packing.of(read, held.axis), x, y)
-    if transform is None:
-        return member
-    if twin is not None:
-        return replace(member, residuals=twin.residuals, forward=twin.forward)
-    forward = TracedForward.of(traced, inputs, transform)
-    known = () if held.positions is None else forward.split_dims(held.positions.parts.axis)
-    return replace(member, residuals=held.packing(forward.residuals, known), forward=forward)
+    return Member(stage, traced, weights, state, Packing.of(read, held.axis), x, y), inputs
 
 
 def _does_the_same(one: TracedStage, other: TracedStage) -> bool:
@@ -1222,7 +1251,7 @@ def run_pipeline(
       axis: the pipeline's mesh axis, of S ranks.
       seed: what a microbatch's loss counts in `loss`; None: 1/M.
       remat: what a backward recomputes of its stage: None, what is elementwise; "selective", all but weight multiplications;
-        "full", everything from the stage's inputs.
+        "full", everything from the stage's inputs; or, block by block, all but what a plan's `remat` says besides.
       grad_dtype: of the accumulated gradients, from a parameter's dtype; None: the parameter's.
       keep_read: keep what `Stage.read` gives until the rank turns to another of its stages, and call `Stage.sync` when it
         leaves one; False: both in every tick.
@@ -1240,9 +1269,38 @@ def run_pipeline(
     refuse_disagreement(timetable, len(stages), axis_size(axis), buffers, {"batch": batch, "keys": keys}, keep_read)
     given, given_tree = jax.tree.flatten((batch, keys))
     held = Held(layout, states_layout, vary(weights, axis), vary(states, axis), given, given_tree, axis, positions)
-    transform = None if timetable.backward is None else transform_of(remat, apart=True)
-    line = with_places(trace_line(stages, held, transform), axis_index(axis), timetable.num_ranks, axis)
-    return _Run(timetable, line, held, seed, grad_dtype, keep_read).all_ticks()
+    dtype_of = grad_dtype or (lambda dtype: dtype)
+    forms = None if timetable.backward is None else partial(_forms, remat, timetable, held, dtype_of)
+    line = with_places(trace_line(stages, held, forms), axis_index(axis), timetable.num_ranks, axis)
+    return _Run(timetable, line, held, seed, dtype_of, keep_read).all_ticks()
+
+
+def _forms(
+    remat: Remat, timetable: Timetable, held: Held, grad_dtype: Callable[[str], Any], line: TracedLine
+) -> Sequence[Form]:
+    """A word is one for every stage as a whole; all else is said block by block."""
+    if remat is None or isinstance(remat, str):
+        return [Form(member.traced, transform_of(remat, apart=True)) for member in line.members]
+    from axonml_jax.pipeline.keep import Keeping, forms
+
+    def carried() -> Any:  # and what is on its way
+        passing = (line.activations, timetable.activations), (line.cotangents, timetable.cotangents)
+        there = [slots(sizes, buffer.size + 2) for sizes, buffer in passing]
+        return no_gradients(held, grad_dtype), there, slots(line.outputs, timetable.num_microbatches + 1)
+
+    fixed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(carried)))
+    trips = timetable.num_microbatches * (1 if timetable.weight is None else 2)
+    count = timetable.residuals.size + 1  # and what a backward took out of its slot
+    return forms(Keeping(remat, count, trips, fixed), [(member.stage, member.traced) for member in line.members])
+
+
+def no_gradients(held: Held, grad_dtype: Callable[[str], Any]) -> Buffers:
+    """A rank's gradients before the first backward."""
+    found = {}
+    for group, buffer in held.weights.items():
+        if not group.frozen and jnp.issubdtype(group.dtype, jnp.inexact):
+            found[group] = vary_like(jnp.zeros(buffer.shape, grad_dtype(group.dtype)), buffer)
+    return found
 
 
 class _Run:
@@ -1254,13 +1312,12 @@ class _Run:
         line: TracedLine,
         held: Held,
         seed: Any,
-        grad_dtype: Any,
+        grad_dtype: Callable[[str], Any],
         keep_read: bool,
     ):
         self.timetable, self.line, self.held = timetable, line, held
         self.seed = 1 / timetable.num_microbatches if seed is None else seed
-        self.grad_dtype = grad_dtype or (lambda dtype: dtype)
-        self.no_gradients = {} if timetable.backward is None else self._no_gradients()
+        self.no_gradients = {} if timetable.backward is None else no_gradients(held, grad_dtype)
         self.reading = EachTurn(line, held, self.no_gradients) if keep_read else EachTick(held)
         self.table = make_table(timetable, keep_read)
 
@@ -1294,13 +1351,6 @@ class _Run:
             line.aux_like,
             self.reading.start(),
         )
-
-    def _no_gradients(self) -> Buffers:
-        found = {}
-        for group, buffer in self.held.weights.items():
-            if not group.frozen and jnp.issubdtype(group.dtype, jnp.inexact):
-                found[group] = vary_like(jnp.zeros(buffer.shape, self.grad_dtype(group.dtype)), buffer)
-        return found
 
     def _tick(self, carry: _Carry, table: Table) -> _Carry:
         """The steps that `Table` lists."""
@@ -1377,8 +1427,9 @@ class Piped:
 
 
 def run_pieces(
-    fun: Microbatch, placement: "Placement", variables: Variables, keys: jax.Array, batch: PyTree, timetable: Timetable
-) -> Piped:
+    fun: Microbatch, placement: "Placement", variables: Variables, keys: jax.Array, batch: PyTree, timetable: Timetable,
+    blocks: Mapping[str, Sequence[int]] = MappingProxyType({}),
+) -> Piped:  # fmt: skip
     """Cut `fun` at the plan's stages and run it on all microbatches.
 
     Args:
@@ -1388,15 +1439,24 @@ def run_pieces(
       keys: one per microbatch, [M].
       batch: microbatches, [M, ...] on every leaf.
       timetable: when each stage does what.
+      blocks: as of `Running`.
 
     Raises:
       ValueError: when the program cannot be cut there.
     """
-    return _PiecesRun(fun, placement, variables, keys, batch).run(timetable)
+    return _PiecesRun(fun, placement, variables, keys, batch, blocks).run(timetable)
 
 
 class _PiecesRun:
-    def __init__(self, fun: Microbatch, placement: "Placement", variables: Variables, keys: jax.Array, batch: PyTree):
+    def __init__(
+        self,
+        fun: Microbatch,
+        placement: "Placement",
+        variables: Variables,
+        keys: jax.Array,
+        batch: PyTree,
+        blocks: Mapping[str, Sequence[int]],
+    ):
         assert placement.stages is not None
         self.fun, self.placement, self.staging, self.variables = fun, placement, placement.stages, variables
         self.keys, (self.batch, self.batch_tree) = keys, jax.tree.flatten(batch)
@@ -1408,7 +1468,7 @@ class _PiecesRun:
             self.batch = [on_every_rank(x) for x in self.batch]
         leaves, self.state_tree = jax.tree.flatten(variables.state)
         self.pieces, self.states = self._cut(leaves)
-        self.running = Running(placement, self.pieces.pieces)
+        self.running = Running(placement, self.pieces.pieces, blocks)
 
     def run(self, timetable: Timetable) -> Piped:
         """All ticks, and what is done once around them."""

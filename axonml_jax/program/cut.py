@@ -441,6 +441,15 @@ def cut(
     return Cut(program, len(weights), tuple(segments), first, last, varied, traced.out_tree)
 
 
+def segments_of(program: Program, marks: Marks, units: Iterable[Sequence[int]]) -> list[Segment]:
+    """The work of a program in segments, of which each hands on least: see `cut`. All weights are read whole."""
+    pieces = _pieces(marks, {}, units)
+    _narrow(program, marks, {}, pieces)
+    if len(pieces) > 1 and not any(marks.used[position] for position in pieces[0]):
+        pieces[:2] = [pieces[0] + pieces[1]]  # a norm of what is received, up to its weight
+    return _segments(program, marks, {}, pieces)
+
+
 def _scanned(program: Program, marks: Marks, sliceable: Collection[int]) -> dict[int, dict[int, int]]:
     """For every scan the weights that are scanned over there and read nowhere else: operand position -> weight."""
     counts, found = reads(program), {}

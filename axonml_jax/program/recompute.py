@@ -413,22 +413,76 @@ class Piece(NamedTuple):
 
     Attributes:
       front: what it may keep, and where; the same list for pieces that are alike.
-      trips: how many times it runs, each keeping as much.
+      trips: how many times it runs.
       entering: bytes of what it is given and the backward reads, whatever is chosen.
       grads: bytes of gradients that its backward leaves until the end.
+      stage: of a pipeline; None: there is none.
+      slots: of its trips, how many a rank of a pipeline keeps at once; None: all.
     """
 
     front: Sequence[Price]
     trips: int = 1
     entering: int = 0
     grads: int = 0
+    stage: int | None = None
+    slots: int | None = None
+
+    def kept(self, price: Price) -> int:
+        """Bytes from the forward to the backward."""
+        return self.entering + (self.trips if self.slots is None else self.slots) * price.kept
 
 
 def choose(pieces: Sequence[Piece], budget: int) -> list[Price] | None:
     """The choice that repeats least of those with at most `budget` bytes live in every piece's backward; None: there is none.
 
     While a piece is differentiated what it and those before it keep is live, what those after it left of gradients, and what it
-    holds itself at its fullest. A list of states goes from the first piece on: bytes kept so far, and the fewest seconds.
+    holds itself at its fullest. A rank of a pipeline has slots as large as the fullest stage's, and runs one piece at once.
+    """
+    if not pieces or pieces[0].stage is None:
+        return _choose(pieces, budget)
+    found: list[list[Price]] = []
+    for fullest in _fullest_of(pieces):
+        known: dict[tuple, list[Price] | None] = {}
+        chosen: list[Price] = []
+        for stage in _by_stage(pieces):
+            alike = tuple((id(piece.front), piece.trips, piece.entering, piece.slots) for piece in stage)
+            if alike not in known:
+                known[alike] = _choose(stage, budget, fullest)
+            if (own := known[alike]) is None:
+                break
+            chosen += own
+        else:
+            found.append(chosen)
+    return min(found, key=lambda chosen: sum(map(_repeated, pieces, chosen)), default=None)
+
+
+FULLEST = 8
+"""So many of the bytes that a stage may hold at its fullest are tried."""
+
+
+def _fullest_of(pieces: Sequence[Piece]) -> list[int]:
+    """From the least that all pieces can keep to, to the most that any of them needs."""
+    least = max(min(price.fullest for price in piece.front) for piece in pieces)
+    every = {id(piece.front): piece.front for piece in pieces}.values()
+    sizes = sorted({least, *(price.fullest for own in every for price in own if price.fullest > least)})
+    return [sizes[i * (len(sizes) - 1) // (FULLEST - 1)] for i in range(FULLEST)] if len(sizes) > FULLEST else sizes
+
+
+def _by_stage(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    stages: dict[int | None, list[Piece]] = {}
+    for piece in pieces:
+        stages.setdefault(piece.stage, []).append(piece)
+    return list(stages.values())
+
+
+def _repeated(piece: Piece, price: Price) -> float:
+    return piece.trips * price.seconds
+
+
+def _choose(pieces: Sequence[Piece], budget: int, fullest: int | None = None) -> list[Price] | None:
+    """Of pieces one after the other: a list of states goes from the first one on, bytes kept so far and the fewest seconds.
+
+    `fullest`: bytes that any piece may hold, and that are there beside what all of them keep; None: each has its own.
     """
     later = [sum(piece.grads for piece in pieces[i + 1 :]) for i in range(len(pieces))]
     grain = max(1, budget // GRAIN)
@@ -437,10 +491,10 @@ def choose(pieces: Sequence[Piece], budget: int) -> list[Price] | None:
         nexts: dict[int, tuple[float, int, tuple]] = {}
         for seconds, kept, path in states.values():
             for i, price in enumerate(piece.front):
-                total = kept + piece.entering + piece.trips * price.kept
-                if total + price.fullest + after > budget:
+                total, most = kept + piece.kept(price), price.fullest if fullest is None else fullest
+                if price.fullest > most or total + most + after > budget:
                     continue
-                slot, time = -(-total // grain), seconds + piece.trips * price.seconds
+                slot, time = -(-total // grain), seconds + _repeated(piece, price)
                 if slot not in nexts or (time, total) < nexts[slot][:2]:
                     nexts[slot] = (time, total, (path, i))
         states = _undominated(nexts)
@@ -464,9 +518,14 @@ def _undominated(states: Mapping[int, tuple[float, int, tuple]]) -> dict[int, tu
 
 def peak(pieces: Sequence[Piece], chosen: Sequence[Price]) -> int:
     """Bytes live at the fullest moment of a choice's backward."""
+    if pieces and pieces[0].stage is not None:
+        kept = dict.fromkeys((piece.stage for piece in pieces), 0)
+        for piece, price in zip(pieces, chosen, strict=True):
+            kept[piece.stage] += piece.kept(price)
+        return max(kept.values()) + max(price.fullest for price in chosen)
     later = [sum(piece.grads for piece in pieces[i + 1 :]) for i in range(len(pieces))]
     kept, most = 0, 0
     for piece, price, after in zip(pieces, chosen, later, strict=True):
-        kept += piece.entering + piece.trips * price.kept
+        kept += piece.kept(price)
         most = max(most, kept + price.fullest + after)
     return most

@@ -27,8 +27,11 @@ _RATES = {
 }
 """Of devices by platform, in round numbers: only how work compares with traffic decides. XLA for CPUs sends nothing."""
 
-_HALVED, _MUCH_LEFT = 2, 0.75
+_HALVED, _MUCH_LEFT = 2, 0.8
 """How many choices are compiled between what fits and what does not, where what fits fills less of its budget."""
+
+_AND_SOME = 1.25
+"""How much further than by the last two choices a third one goes down."""
 
 _NEAR = 0.95
 """A step that fills so much of its budget, or repeats nothing, is not chosen again."""
@@ -63,8 +66,8 @@ def peak_of(compiled: Any) -> int:
 def foreseen(placement: Placement, mesh: Mesh, args: tuple) -> Placement:
     """The placement of a step that takes what a trace alone chooses within its plan's `memory`, where nothing is compiled.
 
-    The compiler of a machine that is not the one to train on says nothing about the peak. Stages of a pipeline keep alike by a
-    word, which only what is compiled tells: there nothing is recomputed; so it is within a share of an unknown device.
+    The compiler of a machine that is not the one to train on says nothing about the peak. Within a share of an unknown device
+    nothing is recomputed.
 
     Args:
       placement: of a plan with `memory`, or any other, which comes back as it is.
@@ -75,8 +78,7 @@ def foreseen(placement: Placement, mesh: Mesh, args: tuple) -> Placement:
     if plan.memory is None:
         return placement
     size = bytes_meant(plan.memory) if isinstance(plan.memory, str) else plan.memory
-    known = size > 1 and placement.stages is None
-    remat = WithinBytes(int(size) - _resting(args), _RATES[_platform(mesh)], host=size) if known else None
+    remat = WithinBytes(int(size) - _resting(args), _RATES[_platform(mesh)], host=size) if size > 1 else None
     return replace(placement, plan=replace(plan, memory=None, remat=remat))
 
 
@@ -86,7 +88,7 @@ class Budgeted:
     What is chosen from a trace is compiled, and the compiler's plan is read. Where it is above the budget, or leaves much of it
     while work is repeated, the choice is made again with the difference; where that is above it too, once more. Where all are
     above it, what holds least is compiled, then `remat="full"`: one fits, or the budget is refused. Where what fits fills less
-    than three quarters of it, up to two choices between that and the one above are compiled.
+    than four fifths of it, up to two choices between that and the one above are compiled.
 
     Args:
       step: a `TrainStep`, whose plan has `memory`.
@@ -95,7 +97,7 @@ class Budgeted:
       options: of `jax.jit`.
 
     Attributes:
-      found: what the program of the last call keeps; a word under a pipeline, whose stages keep alike, or where only it fits.
+      found: what the program of the last call keeps; a word where only it fits.
     """
 
     def __init__(self, step: Any, mesh: Mesh, accept: Callable[[Any], None] | None, **options: Any):
@@ -145,10 +147,7 @@ class Budgeted:
         return compiled
 
     def _decided(self, args: tuple, budget: int) -> tuple[Any, Compiled]:
-        if self._step.placement.stages is not None:
-            tried = [self._first_word(args, budget)]
-        else:
-            tried = self._chosen(args, budget)
+        tried = self._chosen(args, budget)
         fitting = [each for each in tried if each[1] <= budget]
         if not fitting:
             _, smallest, _, _ = min(tried, key=lambda each: each[1])
@@ -173,9 +172,9 @@ class Budgeted:
             found, peak, _, _ = tried[-1]
             near = peak > _NEAR * budget or found.seconds == 0 or len(tried) > 1
             # What a choice was predicted to hold, with the difference of what the compiler makes of it and the budget. The
-            # compiler's peak need not fall with it, so the last one holds clearly less.
+            # compiler's peak need not fall with it as far: the last one holds less by as much as it fell before, and some.
             aim = found.live + budget - peak
-            aim = aim if len(tried) == 1 else min(aim, found.live * 3 // 4)
+            aim = aim if len(tried) == 1 else min(aim, _steeper(*tried[-2:], budget))
             again = None if peak <= budget and near else within(aim, tried)
             if again is None:
                 break
@@ -217,14 +216,6 @@ class Budgeted:
             return None
         return self._measured(chooser.found, compiled, args)
 
-    def _first_word(self, args: tuple, budget: int) -> tuple:
-        """Of the three words that which repeats least and fits, or the last."""
-        for word in (None, "selective", "full"):
-            tried = self._measured(word, self._with(word), args)
-            if tried[1] <= budget:
-                break
-        return tried
-
     def _measured(self, remat: Any, compiled: Compiled, args: tuple) -> tuple:
         program = compiled.compile(*args)
         return remat, peak_of(program), compiled, program
@@ -234,6 +225,14 @@ class Budgeted:
         own, placement = copy.copy(self._step), self._step.placement
         own.placement = replace(placement, plan=replace(placement.plan, memory=None, remat=remat))
         return Compiled(own._mapped, self._mesh, lambda program: None, **self._options)
+
+
+def _steeper(before: tuple, last: tuple, budget: int) -> int:
+    """What is to be live, where the last of two choices was above the budget, by how the compiler's peak fell between them."""
+    live = last[0].live
+    fell, of = before[1] - last[1], before[0].live - live
+    down = _AND_SOME * (last[1] - budget) * of / fell if of * fell > 0 else math.inf
+    return max(live - int(min(down, live)), live * 3 // 4)
 
 
 def _priced(found: Any) -> bool:

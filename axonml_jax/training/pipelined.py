@@ -1,6 +1,7 @@
 """Gradients of a pipeline's step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from axonml_jax.model.loss import Loss
 from axonml_jax.model.view import Variables
 from axonml_jax.parallel.placement import Placement, key_number, read_shapes
 from axonml_jax.pipeline.run import run_pieces
+from axonml_jax.strategies.strategy import units
 from axonml_jax.training.compile import NO_SCALE, Differentiated, GradientEngine, Objective, part_keys, shard_key
 
 
@@ -31,10 +33,20 @@ class ByStage(GradientEngine):
         batches = _batches(self.objective, placement, variables, keys, batch, count)
         if self.objective.sweeps(batches) and self.parts.scale is not None:
             raise ValueError(NO_SCALE)
-        summed, loss, state, _ = _run(fun, placement, variables, keys, batches, count, backward=True)
+        summed, loss, state, _ = _run(
+            fun, placement, variables, keys, batches, count, backward=True, blocks=self._blocks()
+        )
         return Differentiated(
             summed, jax.tree.map(lambda x: x[None], loss), state, None, self.objective.finish(batches)
         )
+
+    def _blocks(self) -> dict[str, list[int]]:
+        """The parameters of every block of the model by its path, where more than a word says what stages keep."""
+        remat, staging = self.placement.plan.remat, self.placement.stages
+        if staging is None or remat is None or isinstance(remat, str):
+            return {}
+        wrap = next((each.wrap for each in self.placement.strategies.values() if each.wrap is not None), None)
+        return units(staging.names, wrap, self.objective.model.module_types())
 
 
 def pipelined_loss(
@@ -122,6 +134,7 @@ def _run(
     count: int,
     *,
     backward: bool,
+    blocks: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> tuple[PyTree, Any, PyTree, PyTree]:
     staging = placement.stages
     assert staging is not None
@@ -133,6 +146,7 @@ def _run(
         keys,
         batches,
         timetable if backward else timetable.forward_only,
+        blocks,
     )
     return piped.grads, piped.aux, piped.state, piped.outputs
 
