@@ -878,10 +878,13 @@ def expert_flows(layers: Layers, experts: RoutedExperts) -> Iterator[Flow]:
         yield from _round(layers, experts, 1, "all_to_all")
 
 
-def _ends(layers: Layers) -> int:
-    """0 where a unit ends with what comes back from experts, which no recomputation repeats; a pipeline's stage is one unit."""
+def _ends(layers: Layers) -> Many:
+    """0 where a unit ends with what comes back from experts, which no recomputation repeats.
+
+    A pipeline's stage is one unit where nothing but what is elementwise is made again.
+    """
     within = layers.run.pipelined and not (layers.config.scan_layers or layers.config.sequence_parallel)
-    return int(layers.config.post_norms or within)
+    return most(int(layers.config.post_norms), either(layers.run.recomputes > 0, 0, int(within)))
 
 
 def _round(layers: Layers, experts: RoutedExperts, travels: Many, kind: str) -> Iterator[Flow]:

@@ -489,13 +489,15 @@ def of_blocks(blocks: Many, block: BlockActivations) -> Many:
     return here + most(block.head, block.rebuilt + block.others + AHEAD * block.sent)
 
 
-def of_ticks(blocks: Many, ticks: TickCounts, block: BlockActivations) -> tuple[Many, Many]:
+def of_ticks(blocks: Many, ticks: TickCounts, block: BlockActivations, run: Run) -> tuple[Many, Many]:
     """Slots of a pipeline, and what passes between ranks and through one tick.
 
-    A stage is recomputed as a whole: what enters it is kept, and of its blocks what the policy keeps, but not what enters them.
+    Stages are recomputed block by block, and of each block what enters it is kept; without recomputation a stage makes what is
+    elementwise again as a whole, from what enters it.
     """
-    slot = blocks * (block.kept - block.boundary) + block.boundary
-    tick = blocks * either(block.rebuilt > 0, block.rebuilt, block.kept) + block.head + block.others
+    again = run.recomputes > 0
+    slot = blocks * block.kept - either(again, 0, (blocks - 1) * block.boundary)
+    tick = either(again, 1, blocks) * block.rebuilt + block.head + block.others
     return ticks.slots * slot, slot + tick + (ticks.arriving + 2) * block.boundary
 
 
@@ -660,7 +662,7 @@ def held(step: Step, *, moments: int, offload: CPUOffload, in_ticks: bool) -> Me
         sent = step.model.num_layers * block.sent
         whole = gathered(step.weights, step.ranks[0], step.run)
     else:
-        activations, pipeline = of_ticks(step.stage_blocks, step.ticks, block)
+        activations, pipeline = of_ticks(step.stage_blocks, step.ticks, block, step.run)
         sent = 0
         whole = most(*(read_by_stages(step.weights, parts, step.chunks, in_ticks) for parts in step.ranks))
     return memory(

@@ -379,7 +379,7 @@ class Ways:
     """Predictions of a plan by what its blocks keep.
 
     Some blocks recompute as a word says, the others as the word before it. Blocks in one loop keep alike, but not all of their
-    products; of these a third at a time is counted. Stages of a pipeline keep alike by one word.
+    products; of these a third at a time is counted. Stages of a pipeline have as many blocks of each word as the fullest one.
 
     Attributes:
       plan: without recomputation.
@@ -394,14 +394,14 @@ class Ways:
     given: Mapping[str, Any]
 
     @property
-    def alike(self) -> bool:
-        """Whether all blocks keep alike."""
-        return self.plan.pipe is not None and self.degrees.get(AXIS, 1) > 1
+    def loops(self) -> bool:
+        """Whether all blocks are one loop."""
+        return self.model.scan_layers and self.degrees.get(AXIS, 1) == 1
 
     @property
     def total(self) -> int:
-        """Blocks, or parts of one, of which each has a word."""
-        return 1 if self.alike else 3 if self.model.scan_layers else self.model.num_layers
+        """Blocks of a rank's stage, or parts of one, of which each has a word."""
+        return 3 if self.loops else max(stages_of(self.model, self.plan, self.degrees).blocks)
 
     def of(self, word: int, blocks: int | None = None, sends: float = 0) -> Prediction:
         """Of so many blocks that recompute as the word says, all by default; bytes that loops may keep on the host."""
@@ -414,7 +414,7 @@ class Ways:
         """What so many blocks do, and the others."""
         if blocks == self.total:
             return f"remat={REMATS[word]!r}"
-        what = "thirds of the loop's block" if self.model.scan_layers else "blocks"
+        what = "thirds of the loop's block" if self.loops else "blocks"
         others = f", {REMATS[word - 1]!r} in the others" if word > 1 else ""
         return f"remat={REMATS[word]!r} in {blocks} of {self.total} {what}{others}"
 
@@ -439,7 +439,7 @@ def _within(ways: Ways, memory: Any) -> Prediction:
     size = bytes_meant(memory) if isinstance(memory, str) else memory
     budget, total = math.inf if size is None or size <= 1 else size, ways.total
     fits = lambda found: found.memory.total <= budget
-    loops = ways.model.scan_layers and not ways.alike and math.isfinite(budget)
+    loops = ways.loops and math.isfinite(budget)
     there = (0, budget) if loops and ways.of(len(REMATS) - 1, sends=budget).memory.kept_on_host else (0,)
     all_alike = [(word, sends) for sends in there for word in range(len(REMATS))]
     word, sends = next((way for way in all_alike if fits(ways.of(way[0], sends=way[1]))), all_alike[-1])

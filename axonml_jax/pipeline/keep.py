@@ -1,4 +1,4 @@
-"""What the stages of a pipeline keep for their backward, block by block: by a policy of JAX's, names, or within bytes."""
+"""What stages of a pipeline keep for their backward, block by block: by a word, a policy of JAX's, names, or within bytes."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from axonml_jax.compat.order import TellsHost, require_policies
+from axonml_jax.compat.order import TellsHost, platform_around, require_policies
 from axonml_jax.parallel.plan import Remat
 from axonml_jax.parallel.recompute import NOT_IN_SLOTS, ByNames, Unit, UnitChoice, size_of, transform, unit_of
 from axonml_jax.parallel.units import Body, Transform, Values, transform_of
@@ -19,7 +19,7 @@ class Keeping(NamedTuple):
     """What is to be kept.
 
     Attributes:
-      remat: as of a plan; no word.
+      remat: as of a plan; not None.
       slots: how many microbatches' a rank keeps at once.
       trips: how many times the backward of a stage makes something again in a step.
       fixed: bytes of a rank that are there whatever is kept.
@@ -41,12 +41,13 @@ def forms(keeping: Keeping, stages: Sequence[tuple[Stage, TracedStage]]) -> list
     Raises:
       ValueError: for what this program lacks, or a pipeline has no place for.
     """
-    require_policies()
     divided = [(traced, _parts(stage, traced)) for stage, traced in stages]
     remat: Any = keeping.remat
-    if callable(remat):
-        again = partial(jax.checkpoint, policy=TellsHost(remat, _refuse))
+    if isinstance(remat, str) or callable(remat):
+        by_policy = partial(jax.checkpoint, policy=TellsHost(remat, _refuse))
+        again = transform_of(remat, apart=platform_around() != "cpu") if isinstance(remat, str) else by_policy
         return [_in_parts(traced, parts, [again] * len(parts)) for traced, parts in divided]
+    require_policies()
     asked, taken = [], set[str]()
     for number, ((stage, traced), (_, parts)) in enumerate(zip(stages, divided, strict=True)):
         asked.append(list(_asked(keeping, number, stage, traced, parts, taken)))

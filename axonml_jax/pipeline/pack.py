@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -471,12 +471,14 @@ class BufferGroup(NamedTuple):
       axes: the mesh axes over which they vary, sorted.
       frozen: whether they are parameters without a gradient.
       parts: the ranks among which a dim of each is split by XLA's partitioner, the buffer's dim before the last; (): it is not.
+      number: tells buffers apart whose arrays have the rest in common.
     """
 
     dtype: str
     axes: tuple[str, ...] = ()
     frozen: bool = False
     parts: PartRanks | tuple[()] = ()
+    number: int = 0
 
     def shape(self, size: int) -> tuple[int, ...]:
         """Of a buffer."""
@@ -593,9 +595,10 @@ class Packing:
         return self._changed(buffers, arrays, lambda old, value: value)
 
     def add(self, buffers: Buffers, arrays: Sequence[Any]) -> Buffers:
-        """Flat buffers with the arrays added in their places."""
+        """Flat buffers with the arrays added in their places, the last one first: so a backward finds its gradients."""
         # Apart from the write: one fusion that reads and writes a part of a buffer writes all of it on CPU.
-        return self._changed(buffers, arrays, lambda old, value: together(old + value))
+        backwards = replace(self, slots=self.slots[::-1])
+        return backwards._changed(buffers, arrays[::-1], lambda old, value: together(old + value))
 
     def store(self, buffers: Buffers, arrays: Sequence[Any], row: ArrayLike) -> Buffers:
         """Buffers with slots, [slots, n], with the arrays in their places of one row and everything else as it was."""
@@ -709,6 +712,7 @@ class Stored:
       axes: other mesh axes over which its parts differ ("fsdp", "tensor", ...), in any order.
       frozen: whether it has no gradient.
       shared: a name that the same leaf has in other stages too (a tied embedding); None: it is in one stage alone.
+      number: of its buffer's group.
     """
 
     shape: tuple[int, ...]
@@ -716,12 +720,13 @@ class Stored:
     axes: tuple[str, ...] = ()
     frozen: bool = False
     shared: str | None = None
+    number: int = 0
 
     @property
     def group(self) -> BufferGroup:
         """In which buffer it lies."""
         data, _ = data_of(self.dtype, self.shape)
-        return BufferGroup(jnp.dtype(data.dtype).name, tuple(sorted(self.axes)), self.frozen)
+        return BufferGroup(jnp.dtype(data.dtype).name, tuple(sorted(self.axes)), self.frozen, number=self.number)
 
 
 @dataclass(frozen=True)
@@ -893,6 +898,7 @@ class StageStore:
       num_stages, num_ranks: S*V and S.
       degrees: size of every mesh axis.
       frozen: whether the leaves have no gradient.
+      numbers: of every leaf's group; empty: all 0.
     """
 
     layouts: tuple[Layout, ...]
@@ -901,6 +907,7 @@ class StageStore:
     num_ranks: int
     degrees: Mapping[str, int]
     frozen: bool = False
+    numbers: tuple[int, ...] = ()
 
     @cached_property
     def buffers(self) -> StageBuffers:
@@ -918,7 +925,8 @@ class StageStore:
     def stored(self, leaf: int) -> Stored:
         """A leaf as one rank holds it."""
         layout = self.layouts[leaf]
-        return Stored(layout.shard, layout.dtype, layout.axes, self.frozen)
+        number = self.numbers[leaf] if self.numbers else 0
+        return Stored(layout.shard, layout.dtype, layout.axes, self.frozen, number=number)
 
     def leaves_of_stage(self, stage: int) -> list[int]:
         """The leaves that live on a stage."""
@@ -1037,7 +1045,8 @@ def group_name(group: BufferGroup) -> str:
     >>> group_name(BufferGroup("float32")), group_name(BufferGroup("float32", ("fsdp",)))
     ('float32', 'float32 over fsdp')
     """
-    return group.dtype + (f" over {' '.join(group.axes)}" if group.axes else "")
+    over = f" over {' '.join(group.axes)}" if group.axes else ""
+    return group.dtype + over + (f" ({group.number})" if group.number else "")
 
 
 def _start(index: Any) -> int:

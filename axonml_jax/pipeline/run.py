@@ -38,6 +38,7 @@ from axonml_jax.pipeline.cut import (
     trace_stage,
 )
 from axonml_jax.pipeline.pack import (
+    BufferGroup,
     Buffers,
     Named,
     Packing,
@@ -427,8 +428,8 @@ class Running:
         """
         store = self.staging.params
         done = self.in_ticks or all(self.placement.ranks(axis) == 1 for axis in self._inner_axes)
-        if self._as_they_rest and done:
-            own = self._accumulated({group: grads[group] for group in store.buffers.sizes})
+        if done and (groups := self._resting_groups) is not None:
+            own = self._accumulated({rests: grads[read] for read, rests in groups.items()})
         else:
             own = on_own_rank(axis_index(AXIS), self.staging.num_ranks, lambda rank: self._own_grads(grads, rank))
         return store.named(self._over_outermost(own))
@@ -486,6 +487,23 @@ class Running:
         if dict(self.layout.sizes) != resting:
             return False
         return all(self._slots(rank) == self._resting_slots(rank) for rank in range(self.staging.num_ranks))
+
+    @cached_property
+    def _resting_groups(self) -> dict[BufferGroup, BufferGroup] | None:
+        """By the buffer of what is read that of what rests, where trained leaves lie at the same places; else None.
+
+        Where ranks differ in what they move, XLA makes new buffers beside the old ones.
+        """
+        sizes, found = self.staging.params.buffers.sizes, {}
+        for rank in range(self.staging.num_ranks):
+            for leaf, slot in self._slots(rank).items():
+                rests = slot if slot.group.frozen else self._resting_slots(rank).get(leaf)
+                if rests is None or slot != rests._replace(group=slot.group):
+                    return None
+                if not slot.group.frozen and found.setdefault(slot.group, rests.group) != rests.group:
+                    return None
+        alike = len({*found.values()}) == len(found) == len(sizes)
+        return found if alike and all(self.layout.sizes[a] == sizes[b] for a, b in found.items()) else None
 
     def _slots(self, rank: int) -> dict[int, Slot]:
         """Where the leaves that a rank holds during the step lie."""
@@ -1250,8 +1268,7 @@ def run_pipeline(
       states: this rank's states.
       axis: the pipeline's mesh axis, of S ranks.
       seed: what a microbatch's loss counts in `loss`; None: 1/M.
-      remat: what a backward recomputes of its stage: None, what is elementwise; "selective", all but weight multiplications;
-        "full", everything from the stage's inputs; or, block by block, all but what a plan's `remat` says besides.
+      remat: what a backward recomputes of its stage: None, what is elementwise; else, block by block, as of a plan.
       grad_dtype: of the accumulated gradients, from a parameter's dtype; None: the parameter's.
       keep_read: keep what `Stage.read` gives until the rank turns to another of its stages, and call `Stage.sync` when it
         leaves one; False: both in every tick.
@@ -1278,9 +1295,9 @@ def run_pipeline(
 def _forms(
     remat: Remat, timetable: Timetable, held: Held, grad_dtype: Callable[[str], Any], line: TracedLine
 ) -> Sequence[Form]:
-    """A word is one for every stage as a whole; all else is said block by block."""
-    if remat is None or isinstance(remat, str):
-        return [Form(member.traced, transform_of(remat, apart=True)) for member in line.members]
+    """A stage keeps all but what is elementwise, or, block by block, what is said."""
+    if remat is None:
+        return [Form(member.traced, transform_of(None, apart=True)) for member in line.members]
     from axonml_jax.pipeline.keep import Keeping, forms
 
     def carried() -> Any:  # and what is on its way

@@ -1127,11 +1127,7 @@ def _search(
         for best, among in ((fitting, sizes <= asked.memory), (doubtful, (sizes > asked.memory) & (sizes <= limit))):
             for i in _fastest(np.flatnonzero(among), seconds, sizes):
                 best.keep(float(seconds[i]), partial(make, i))
-        between = (
-            _between_words(degrees, ways, seconds, sizes, asked)
-            if offload is CPUOffload.NONE and not asked.sends
-            else ()
-        )
+        between = _between_words(ways, seconds, sizes, asked) if offload is CPUOffload.NONE and not asked.sends else ()
         for i, estimate in between:
             fitting.keep(estimate, partial(_budgeted, partial(make, i), asked))
         leanest = int(sizes.argmin())
@@ -1152,19 +1148,18 @@ def _budgeted(make: Callable[[], Candidate], asked: Question) -> Candidate:
 
 
 def _between_words(
-    degrees: dict[str, int], ways: tuple[Way, ...], seconds: np.ndarray, held: np.ndarray, asked: Question
+    ways: tuple[Way, ...], seconds: np.ndarray, held: np.ndarray, asked: Question
 ) -> list[tuple[int, float]]:
     """Ways that fit, where the same way with the word of recomputation before does not, and takes less time.
 
-    Between them some blocks do as the one word says and some as the other: what is held, and the time, are on a line. Stages of
-    a pipeline keep alike.
+    Between them some blocks do as the one word says and some as the other: what is held, and the time, are on a line.
 
     Returns:
       Some of the fastest: (the way's number, the time at which it fills what it may).
     """
     word = np.array([REMATS.index(way.remat) for way in ways])
     step = int(np.argmax(word != word[0]))  # ways with the next word follow in the same order
-    if step == 0 or "pipe" in degrees:
+    if step == 0:
         return []
     more, less = np.arange(len(ways) - step), np.arange(step, len(ways))
     pairs = (word[less] > word[more]) & (held[more] > asked.memory) & (held[less] <= asked.memory)

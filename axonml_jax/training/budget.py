@@ -176,6 +176,8 @@ class Budgeted:
             aim = found.live + budget - peak
             aim = aim if len(tried) == 1 else min(aim, _steeper(*tried[-2:], budget))
             again = None if peak <= budget and near else within(aim, tried)
+            if again is None and peak > budget:  # so little less is the same choice
+                again = within(found.live * 15 // 16, tried)
             if again is None:
                 break
             tried.append(again)

@@ -41,9 +41,9 @@ class ByStage(GradientEngine):
         )
 
     def _blocks(self) -> dict[str, list[int]]:
-        """The parameters of every block of the model by its path, where more than a word says what stages keep."""
+        """The parameters of every block of the model by its path, where stages keep block by block."""
         remat, staging = self.placement.plan.remat, self.placement.stages
-        if staging is None or remat is None or isinstance(remat, str):
+        if staging is None or remat is None:
             return {}
         wrap = next((each.wrap for each in self.placement.strategies.values() if each.wrap is not None), None)
         return units(staging.names, wrap, self.objective.model.module_types())

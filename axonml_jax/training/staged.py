@@ -84,7 +84,9 @@ class Runs:
         for number, tree in enumerate(trees):
             for leaf, owner in enumerate(tree.owners):
                 self._leaves.setdefault(owner, []).append((number, leaf))
-        self._places = [self._of_rank(rank) for rank in range(self._store.num_ranks)]
+        ranks = [self._runs(rank) for rank in range(self._store.num_ranks)]
+        whole = self._are_alike(ranks)
+        self._places = [self._of_rank(runs, whole) for runs in ranks]
 
     def held(self, buffers: Sequence[Buffers], rank: int) -> dict[int, jax.Array]:
         """A rank's arguments by position; of parameters that are one those of the first."""
@@ -108,20 +110,37 @@ class Runs:
                     packed[slot] = stored_shard(value, tree.store.layouts[leaf]) if alone else value
         return Packing(tuple(packed)).pack(list(packed.values()), tree.store.buffers.sizes)
 
-    def _of_rank(self, rank: int) -> dict[tuple[int, int], _Place]:
-        """Where a rank's leaves lie; of parameters that are one those of the first."""
+    def _runs(self, rank: int) -> list[list[int]]:
+        """A rank's parameters, those that are one together."""
         slots, runs = self._store.slots, []
         for owner in sorted(self._store.leaves_of_rank(rank), key=lambda i: (slots[i].group, slots[i].offset)):
             if runs and self._follows(owner, runs[-1][-1]):
                 runs[-1].append(owner)
             else:
                 runs.append([owner])
+        return runs
+
+    def _are_alike(self, ranks: Sequence[Sequence[Sequence[int]]]) -> bool:
+        """Whether on all ranks all of each buffer is one, and updated alike.
+
+        Then ranks that hold more and less of it update the whole buffer, in its place: numbers behind what they hold are never
+        read. Else each rank updates its own in a branch, of which XLA makes new buffers beside the old ones.
+        """
+        kinds = [{self._store.slots[run[0]].group: self._chains.get(run[0]) for run in runs} for runs in ranks]
+        one_each = all(
+            len(runs) == len(kind) == len(self._store.groups) for runs, kind in zip(ranks, kinds, strict=True)
+        )
+        return one_each and None not in kinds[0].values() and all(kind == kinds[0] for kind in kinds)
+
+    def _of_rank(self, runs: Sequence[Sequence[int]], whole: bool) -> dict[tuple[int, int], _Place]:
+        """Where a rank's leaves lie; of parameters that are one those of the first."""
         places = {}
         for run in runs:
             for each in zip(*(self._leaves[owner] for owner in run), strict=True):
-                first, sizes = self._slot(each[0]), [self._slot(place).size for place in each]
-                slot = first if len(run) == 1 else first._replace(shape=(sum(sizes),))
-                places[each[0]] = _Place(slot, len(run) == 1)
+                (number, _), first, alone = each[0], self._slot(each[0]), len(run) == 1 and not whole
+                size = sum(self._slot(place).size for place in each)
+                size = self.trees[number].store.buffers.sizes[first.group] if whole else size
+                places[each[0]] = _Place(first if alone else first._replace(shape=(size,)), alone)
         return places
 
     def _follows(self, owner: int, before: int) -> bool:
@@ -207,7 +226,11 @@ class StagedOptimizer(RestingOptimizer):
         staging, params = self.staging, self.staging.params
         stages = tuple(params.stages[i] for i in self.owners if i is not None)
         layouts = tuple(self.layouts[i] for i in self.owned)
-        return StageStore(layouts, stages, staging.num_stages, staging.num_ranks, self.placement.degrees)
+        # Moments of a parameter lie in a buffer each, where it lies in its own.
+        owners = [self.owners[i] for i in self.owned]
+        numbers = tuple(owners[:k].count(owner) for k, owner in enumerate(owners))
+        ranks = staging.num_stages, staging.num_ranks
+        return StageStore(layouts, stages, *ranks, self.placement.degrees, numbers=numbers)
 
     def specs(self) -> PyTree:
         """The specs of the state at rest."""
