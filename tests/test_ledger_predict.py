@@ -230,10 +230,13 @@ def test_the_curve_of_what_may_be_kept_goes_through_the_words_that_are_predicted
     )
 
 
-def test_stages_keep_by_one_word():
-    model = config(GPT, num_layers=4)
-    found = predicted(model, {"data": 1, "pipe": 2}, 16, pipe=Pipelined(num_microbatches=4))
-    assert {point.words for point in found.curve} <= {"None", "selective", "full"} and len(found.curve) > 1
+def test_stages_keep_block_by_block():
+    model, degrees = config(GPT, num_layers=4), {"data": 1, "pipe": 2}
+    one = predicted(model, degrees, 16, pipe=Pipelined(num_microbatches=4))
+    assert {"None", "", "full"} <= {point.words for point in one.curve}
+    between = sorted(point.memory for point in one.curve if not point.words)[0]
+    within = predicted(model, degrees, 16, pipe=Pipelined(num_microbatches=4), memory=int(between))
+    assert within.memory.total == between and "in 1 of 2 blocks" in " ".join(within.notes)
 
 
 def test_a_picture_has_no_row_without_traffic_and_every_row_says_its_bytes(tmp_path):

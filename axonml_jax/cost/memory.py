@@ -439,8 +439,13 @@ def read_by_stages(weights: Weights, parts: ShardCounts, chunks: Many, in_ticks:
     elsewhere = any(group.place == "both ends" for group in weights.groups)
     copied = most(0, *(either(number > 0, 1, 0) for group, number in here if elsewhere or not group.as_they_rest))
     reads = sum(number * group.read_bytes for group, number in here)
-    sums = sum(number * group.sum_bytes * group.trained for group, number in here)
-    return copied * (divided(whole_of_stages(reads, sums), chunks) if in_ticks else reads)
+    return copied * (divided(whole_of_stages(reads, sums_of(weights, parts)), chunks) if in_ticks else reads)
+
+
+def sums_of(weights: Weights, parts: ShardCounts) -> Many:
+    """Gradients of all that a pipeline's rank reads, before they are reduced."""
+    groups = weights.groups
+    return sum(parts.number(each.place, each.count) * each.sum_bytes * each.trained for each in groups)
 
 
 def whole_of_stages(reads: Many, sums: Many) -> Many:
@@ -489,15 +494,15 @@ def of_blocks(blocks: Many, block: BlockActivations) -> Many:
     return here + most(block.head, block.rebuilt + block.others + AHEAD * block.sent)
 
 
-def of_ticks(blocks: Many, ticks: TickCounts, block: BlockActivations, run: Run) -> tuple[Many, Many]:
+def of_ticks(blocks: Many, ticks: TickCounts, block: BlockActivations, run: Run, grads: Many) -> tuple[Many, Many]:
     """Slots of a pipeline, and what passes between ranks and through one tick.
 
     Stages are recomputed block by block, and of each block what enters it is kept; without recomputation a stage makes what is
-    elementwise again as a whole, from what enters it.
+    elementwise again as a whole, from what enters it: more than its gradients take, `grads`, which XLA:TPU holds to the end.
     """
     again = run.recomputes > 0
     slot = blocks * block.kept - either(again, 0, (blocks - 1) * block.boundary)
-    tick = either(again, 1, blocks) * block.rebuilt + block.head + block.others
+    tick = either(again, block.rebuilt + grads, blocks * block.rebuilt) + block.head + block.others
     return ticks.slots * slot, slot + tick + (ticks.arriving + 2) * block.boundary
 
 
@@ -662,7 +667,9 @@ def held(step: Step, *, moments: int, offload: CPUOffload, in_ticks: bool) -> Me
         sent = step.model.num_layers * block.sent
         whole = gathered(step.weights, step.ranks[0], step.run)
     else:
-        activations, pipeline = of_ticks(step.stage_blocks, step.ticks, block, step.run)
+        grads = [divided(sums_of(step.weights, parts), step.chunks) for parts in step.ranks]
+        grads = divided(3 * most(*grads), 2) if step.platform == "tpu" else 0  # as found, and some as they are added
+        activations, pipeline = of_ticks(step.stage_blocks, step.ticks, block, step.run, grads)
         sent = 0
         whole = most(*(read_by_stages(step.weights, parts, step.chunks, in_ticks) for parts in step.ranks))
     return memory(
