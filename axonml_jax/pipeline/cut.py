@@ -2,8 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -169,7 +168,7 @@ class Stage:
     read: Callable[[Sequence[jax.Array]], Sequence[jax.Array]] = _as_it_is
     sync: Callable[[Sequence[Any]], Sequence[Any]] = _as_it_is
     names: Sequence[str] = ()
-    blocks: Mapping[str, Sequence[int]] = MappingProxyType({})
+    blocks: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -344,7 +344,7 @@ class Running:
 
     placement: "Placement"
     pieces: Sequence[Piece]
-    blocks: Mapping[str, Sequence[int]] = MappingProxyType({})
+    blocks: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def staging(self) -> Staging:
