@@ -66,9 +66,19 @@ def test_on_shards_the_optimizer_is_traced_once_and_the_model_for_its_shapes_twi
     assert sorted(calls) == ["model"] * 3 + ["optimizer"]  # the shapes of a rank's call and of the whole batch's
 
 
-@pytest.mark.parametrize("ranks", [4, 6])
+def matrices(params):
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+@pytest.mark.parametrize(
+    "ranks, tx, branches",
+    [
+        (4, optax.adamw(1e-2), []),  # all of every buffer alike, on all ranks
+        (6, optax.adamw(1e-2, mask=matrices), [2]),  # the last rank has the head too
+    ],
+)
 def test_stages_that_do_the_same_are_differentiated_once_and_ranks_that_hold_the_same_update_in_one_branch(
-    ranks, monkeypatch
+    ranks, tx, branches, monkeypatch
 ):
     calls: list[str] = []
     for name in ("forward", "backward"):
@@ -77,7 +87,7 @@ def test_stages_that_do_the_same_are_differentiated_once_and_ranks_that_hold_the
         monkeypatch.setattr(TracedStage, name, count)
     mesh = ax.make_mesh(pipe=ranks, devices=jax.devices()[:ranks])
     pipe = ax.Pipeline(Counted(ranks, nnx.Rngs(0)), mesh, num_microbatches=2)
-    trainer = pipe.trainer(optax.adamw(1e-2), mean_loss)
+    trainer = pipe.trainer(tx, mean_loss)
     traced = trainer.train_step.trace(trainer.state, regression(4))
     assert sorted(calls) == ["backward"] * 3 + ["forward"] * 3  # of the first stage, the last, and one between
     updates = [
@@ -87,7 +97,7 @@ def test_stages_that_do_the_same_are_differentiated_once_and_ranks_that_hold_the
         for inner in body.equations
         if inner.branches and "axonml.update" in str(inner.op.scopes)
     ]
-    assert updates == [2]  # the last rank has the head too
+    assert updates == branches
 
 
 def test_a_rank_runs_what_its_leaves_need_and_nothing_else():
