@@ -239,7 +239,7 @@ def test_no_file_is_named_after_nothing():
 
 CEILINGS = {
     "files with more than five lines of code": 188,
-    "lines of code": 54_000,
+    "lines of code": 54_240,
     "arrows between files": 1_290,
     "methods of the widest class": 29,
     "modules that `ax.DDP` imports": 45,
@@ -254,7 +254,7 @@ CEILINGS = {
 }
 """Figures of the structure (`tests/house.py`) may fall, and then the ceiling is lowered to what they are; none may
 rise but with a capability that is new: kernels for GPUs brought three rooms, engines another three, the
-user's own mesh one, memory as a number three."""
+user's own mesh one, memory as a number four."""
 
 
 @pytest.mark.slow  # the same on both ends

@@ -83,6 +83,9 @@ class BlockActivations:
 _WIDE = 4
 """Bytes of a number of float32."""
 
+SCRATCH = 1 << 27
+"""Bytes of a TPU chip's scratch memory (VMEM of v5e and v5p), in which XLA lays what is small."""
+
 SENDS = {"tpu": 6.5e-5, "cuda": 1.1e-4}
 """Bytes that a device sends to its host, and takes back, for a FLOP that it computes meanwhile, by platform: the least of the
 planner's table of hardware at half of the peak FLOP/s. XLA for CPUs sends none."""
@@ -668,7 +671,7 @@ def held(step: Step, *, moments: int, offload: CPUOffload, in_ticks: bool) -> Me
         whole = gathered(step.weights, step.ranks[0], step.run)
     else:
         grads = [divided(sums_of(step.weights, parts), step.chunks) for parts in step.ranks]
-        grads = divided(3 * most(*grads), 2) if step.platform == "tpu" else 0  # as found, and some as they are added
+        grads = most(2 * most(*grads) - SCRATCH, 0) if step.platform == "tpu" else 0  # as found, and as they are added
         activations, pipeline = of_ticks(step.stage_blocks, step.ticks, block, step.run, grads)
         sent = 0
         whole = most(*(read_by_stages(step.weights, parts, step.chunks, in_ticks) for parts in step.ranks))
