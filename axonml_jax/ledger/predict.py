@@ -401,7 +401,7 @@ class Ways:
     @property
     def total(self) -> int:
         """Blocks of a rank's stage, or parts of one, of which each has a word."""
-        return 3 if self.loops else max(stages_of(self.model, self.plan, self.degrees).blocks)
+        return 3 if self.loops else max(stages_of(self.model, self.plan, dict(self.degrees)).blocks)
 
     def of(self, word: int, blocks: int | None = None, sends: float = 0) -> Prediction:
         """Of so many blocks that recompute as the word says, all by default; bytes that loops may keep on the host."""

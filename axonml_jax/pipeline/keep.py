@@ -43,11 +43,14 @@ def forms(keeping: Keeping, stages: Sequence[tuple[Stage, TracedStage]]) -> list
     """
     divided = [(traced, _parts(stage, traced)) for stage, traced in stages]
     remat: Any = keeping.remat
-    if isinstance(remat, str) or callable(remat):
-        by_policy = partial(jax.checkpoint, policy=TellsHost(remat, _refuse))
-        again = transform_of(remat, apart=platform_around() != "cpu") if isinstance(remat, str) else by_policy
-        return [_in_parts(traced, parts, [again] * len(parts)) for traced, parts in divided]
+    if isinstance(remat, str):
+        return [
+            _in_parts(traced, parts, [transform_of(remat, apart=_ordered())] * len(parts)) for traced, parts in divided
+        ]
     require_policies()
+    if callable(remat):
+        again = partial(jax.checkpoint, policy=TellsHost(remat, _refuse), prevent_cse=not _ordered())
+        return [_in_parts(traced, parts, [again] * len(parts)) for traced, parts in divided]
     asked, taken = [], set[str]()
     for number, ((stage, traced), (_, parts)) in enumerate(zip(stages, divided, strict=True)):
         asked.append(list(_asked(keeping, number, stage, traced, parts, taken)))
@@ -56,6 +59,11 @@ def forms(keeping: Keeping, stages: Sequence[tuple[Stage, TracedStage]]) -> list
     return [
         _form(traced, [(*pair, next(choices)) for pair in own]) for (_, traced), own in zip(stages, asked, strict=True)
     ]
+
+
+def _ordered() -> bool:
+    """Whether XLA makes a block again when what comes back to it is there; for CPUs barriers tell it to."""
+    return platform_around() != "cpu"
 
 
 def _refuse(name: str) -> None:
@@ -74,7 +82,7 @@ def _asked(
         read = {n: places[n] for n in part.prelude.weights if n in places}
         block = next((path for path, leaves in stage.blocks.items() if {*leaves} & {*read.values()}), "")
         paths = {n: stage.names[place] for n, place in read.items()}
-        own = {"trips": keeping.trips, "entering": entering, "stage": number, "slots": keeping.slots}
+        own: dict[str, Any] = {"trips": keeping.trips, "entering": entering, "stage": number, "slots": keeping.slots}
         yield unit_of(part, paths, block or f"stage {number} part {i}", taken, plain=False, grads=0, **own)
 
 
@@ -84,7 +92,7 @@ def _form(traced: TracedStage, parts: Sequence[tuple[Body, Unit, UnitChoice]]) -
     everything = transform_of(None, apart=True)
     if not any(keeps):  # as a whole: then what enters its blocks is not kept either
         return Form(traced, everything)
-    made = [transform(keep, apart=False) if keep else everything for keep in keeps]
+    made = [transform(keep, apart=_ordered()) if keep else everything for keep in keeps]
     return _in_parts(traced, [part for part, _, _ in parts], made, tuple(keep and keep.keep for keep in keeps))
 
 

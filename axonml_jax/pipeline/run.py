@@ -397,11 +397,11 @@ class Running:
     def stage(self, number: int, apply: StageFunction) -> Stage:
         """A stage of the program, with its gathers where they belong in its ticks."""
         place = {leaf: i for i, leaf in enumerate(self.held[number])}
-        own = {"names": [self.staging.names[leaf] for leaf in place]}
         blocks = {path: [place[leaf] for leaf in leaves if leaf in place] for path, leaves in self.blocks.items()}
-        own |= {"blocks": {path: leaves for path, leaves in blocks.items() if leaves}}
+        blocks = {path: leaves for path, leaves in blocks.items() if leaves}
+        stage = Stage(apply, names=[self.staging.names[leaf] for leaf in place], blocks=blocks)
         if not self.in_ticks:
-            return Stage(apply, **own)
+            return stage
         layouts = [self.staging.layouts[i] for i in self.held[number]]
 
         def read(leaves: Sequence[jax.Array]) -> list[jax.Array]:
@@ -413,7 +413,7 @@ class Running:
             synced = dict(zip(there, self._over_inner(*given, number), strict=True))
             return [synced.get(i) for i in range(len(grads))]
 
-        return Stage(apply, read, sync, **own)
+        return replace(stage, read=read, sync=sync)
 
     def grad_dtype(self, dtype: str) -> Any:
         """Returns the dtype in which the gradients of parameters accumulate that are read in `dtype`."""

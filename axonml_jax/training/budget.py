@@ -174,7 +174,7 @@ class Budgeted:
             # What a choice was predicted to hold, with the difference of what the compiler makes of it and the budget. The
             # compiler's peak need not fall with it as far: the last one holds less by as much as it fell before, and some.
             aim = found.live + budget - peak
-            aim = aim if len(tried) == 1 else min(aim, _steeper(*tried[-2:], budget))
+            aim = aim if len(tried) == 1 else min(aim, _steeper(tried[-2], tried[-1], budget))
             again = None if peak <= budget and near else within(aim, tried)
             if again is None and peak > budget:  # so little less is the same choice
                 again = within(found.live * 15 // 16, tried)
@@ -229,7 +229,7 @@ class Budgeted:
         return Compiled(own._mapped, self._mesh, lambda program: None, **self._options)
 
 
-def _steeper(before: tuple, last: tuple, budget: int) -> int:
+def _steeper(before: Any, last: Any, budget: int) -> int:
     """What is to be live, where the last of two choices was above the budget, by how the compiler's peak fell between them."""
     live = last[0].live
     fell, of = before[1] - last[1], before[0].live - live
