@@ -199,3 +199,32 @@ def test_programs_are_alike_when_they_compute_the_same_of_the_same(other, same):
     one = lambda x: jax.lax.fori_loop(0, 3, lambda i, h: jnp.sin(h) * 2, x)
     programs = [read_program(trace(fun, jnp.ones(3)).jaxpr) for fun in (one, other)]
     assert alike(*programs) is same
+
+
+class Mixed(nnx.Module):
+    """Blocks of two dtypes."""
+
+    def __init__(self, rngs):
+        made = lambda: (
+            nnx.Linear(8, 8, use_bias=False, param_dtype="bfloat16", rngs=rngs),
+            nnx.LayerNorm(8, rngs=rngs),
+        )
+        self.blocks = nnx.List([nnx.List(made()) for _ in range(2)])
+
+    def __call__(self, x):
+        for product, norm in self.blocks:
+            x = x + norm(product(x))
+        return x
+
+
+@pytest.mark.parametrize("options", [{"mu_dtype": "float32"}, {}])
+def test_moments_of_two_dtypes_that_lie_in_one_buffer_are_updated_each_by_its_own(options):
+    x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    loss = lambda model, batch: (model(batch["x"]).astype("float32") ** 2).mean()
+    own = {} if options else {"ema": 0.9}
+    mesh = ax.make_mesh(pipe=2, devices=jax.devices()[:2])
+    piped = ax.Pipeline(Mixed(nnx.Rngs(0)), mesh, num_microbatches=2)
+    whole = ax.DDP(Mixed(nnx.Rngs(0)), ax.make_mesh(data=1, devices=jax.devices()[:1]))
+    ours, one = (each.trainer(optax.adam(1e-2, **options), loss, **own) for each in (piped, whole))
+    for _ in range(3):
+        np.testing.assert_allclose(ours.step({"x": x})["loss"], one.step({"x": x})["loss"], rtol=1e-3)

@@ -154,7 +154,10 @@ def test_the_choice_repeats_least_of_all_that_fit(seed, stages):
     if stages:
         pieces = [piece._replace(stage=i // 2, slots=draw.choice((1, 3))) for i, piece in enumerate(pieces)]
     every = list(itertools.product(*fronts))
-    seconds = lambda chosen: sum(piece.trips * price.seconds for piece, price in zip(pieces, chosen, strict=True))
+    of_stage = lambda chosen, stage: sum(
+        p.trips * c.seconds for p, c in zip(pieces, chosen, strict=True) if p.stage == stage
+    )
+    seconds = lambda chosen: max(of_stage(chosen, stage) for stage in {piece.stage for piece in pieces})
     for budget in range(100, 900, 50):
         fitting = [chosen for chosen in every if peak(pieces, chosen) <= budget]
         found = choose(pieces, budget)

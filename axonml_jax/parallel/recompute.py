@@ -23,7 +23,9 @@ from axonml_jax.program.recompute import (
     choose,
     front,
     graph_of,
+    most_of_a_stage,
     peak,
+    repeated,
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -106,13 +108,16 @@ class Recompute:
 
     @property
     def flops(self) -> int:
-        """Of products that are done twice."""
-        return sum(unit.flops for unit in self.units)
+        """Of products that are done twice; of a pipeline's stages those of the one with most."""
+        return int(self._of_device([unit.flops for unit in self.units]))
 
     @property
     def seconds(self) -> float:
-        """Of all that is done twice."""
-        return sum(unit.seconds for unit in self.units)
+        """Of all that is done twice; of a pipeline's stages those of the one with most."""
+        return self._of_device([unit.seconds for unit in self.units])
+
+    def _of_device(self, of_units: Sequence[float]) -> float:
+        return most_of_a_stage(self.pieces or [None] * len(self.units), of_units)
 
     def curve(self, points: int = 13) -> tuple[tuple[int, float], ...]:
         """What would be chosen within other numbers of bytes, the most first: (bytes live, seconds of what is done twice).
@@ -122,10 +127,7 @@ class Recompute:
         """
         if not self.pieces:
             return ()
-        held = lambda found: (
-            peak(self.pieces, found),
-            sum(p.trips * c.seconds for p, c in zip(self.pieces, found, strict=True)),
-        )
+        held = lambda found: (peak(self.pieces, found), repeated(self.pieces, found))
         least, most = held(_least(self.pieces)), held(choose(self.pieces, _ENOUGH) or _least(self.pieces))
         found = {least, most}
         for i in range(1, points - 1):
@@ -321,10 +323,9 @@ class WithinBytes:
                 rates = self.rates if unit.stage is None else self.rates._replace(host=0.0)
                 self._fronts[unit.kind, unit.plain] = front(graph_of(*unit.work), rates, plain=unit.plain)
         most = self.host / max(1, sum(not unit.plain for unit in units))
-        fronts = [
-            [price for price in self._fronts[unit.kind, unit.plain] if unit.trips * price.away <= most]
-            for unit in units
-        ]
+        kinds = {(unit.kind, unit.plain, unit.trips): unit.trips for unit in units}
+        may = {key: [price for price in self._fronts[key[:2]] if n * price.away <= most] for key, n in kinds.items()}
+        fronts = [may[unit.kind, unit.plain, unit.trips] for unit in units]
         pieces = [
             Piece(own, u.trips, u.entering, u.grads, u.stage, u.slots) for u, own in zip(units, fronts, strict=True)
         ]

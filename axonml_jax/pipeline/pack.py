@@ -912,15 +912,14 @@ class StageStore:
     @cached_property
     def buffers(self) -> StageBuffers:
         """The layout of a rank's buffers."""
-        trees = [[self.stored(i) for i in self.leaves_of_stage(p)] for p in range(self.num_stages)]
+        trees = [[self.stored(i) for i in leaves] for leaves in self.leaves_of_stages]
         return StageBuffers.of(trees, self.num_ranks)
 
     @cached_property
     def slots(self) -> dict[int, Slot]:
         """Where every leaf lies on its rank."""
-        packings = self.buffers.packings
-        own = [(self.leaves_of_stage(p), packings[p].slots) for p in range(self.num_stages)]
-        return {i: slot for leaves, slots in own for i, slot in zip(leaves, slots, strict=True)}
+        own = zip(self.leaves_of_stages, self.buffers.packings, strict=True)
+        return {i: slot for leaves, packing in own for i, slot in zip(leaves, packing.slots, strict=True)}
 
     def stored(self, leaf: int) -> Stored:
         """A leaf as one rank holds it."""
@@ -928,9 +927,13 @@ class StageStore:
         number = self.numbers[leaf] if self.numbers else 0
         return Stored(layout.shard, layout.dtype, layout.axes, self.frozen, number=number)
 
-    def leaves_of_stage(self, stage: int) -> list[int]:
-        """The leaves that live on a stage."""
-        return [i for i, p in enumerate(self.stages) if p == stage]
+    @cached_property
+    def leaves_of_stages(self) -> list[list[int]]:
+        """The leaves that live on each stage."""
+        found: list[list[int]] = [[] for _ in range(self.num_stages)]
+        for i, stage in enumerate(self.stages):
+            found[stage] += [i]
+        return found
 
     def leaves_of_rank(self, rank: int) -> list[int]:
         """The leaves that live on a rank."""

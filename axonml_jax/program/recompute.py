@@ -453,11 +453,11 @@ def choose(pieces: Sequence[Piece], budget: int) -> list[Price] | None:
             chosen += own
         else:
             found.append(chosen)
-    return min(found, key=lambda chosen: sum(map(_repeated, pieces, chosen)), default=None)
+    return min(found, key=partial(repeated, pieces), default=None)
 
 
-FULLEST = 8
-"""So many of the bytes that a stage may hold at its fullest are tried."""
+FULLEST = 24
+"""So many of the bytes that a stage may hold at its fullest are tried, evenly among all."""
 
 
 def _fullest_of(pieces: Sequence[Piece]) -> list[int]:
@@ -475,8 +475,18 @@ def _by_stage(pieces: Sequence[Piece]) -> list[list[Piece]]:
     return list(stages.values())
 
 
-def _repeated(piece: Piece, price: Price) -> float:
-    return piece.trips * price.seconds
+def repeated(pieces: Sequence[Piece], chosen: Sequence[Price]) -> float:
+    """Seconds that a device does twice: of a pipeline's stages, those of the one with most."""
+    return most_of_a_stage(pieces, [piece.trips * price.seconds for piece, price in zip(pieces, chosen, strict=True)])
+
+
+def most_of_a_stage(pieces: Sequence[Piece | None], values: Sequence[float]) -> float:
+    """The largest sum of a stage's values; of pieces that are no stages' the sum of all."""
+    sums: dict[int | None, float] = {}
+    for piece, value in zip(pieces, values, strict=True):
+        stage = None if piece is None else piece.stage
+        sums[stage] = sums.get(stage, 0) + value
+    return max(sums.values(), default=0)
 
 
 def _choose(pieces: Sequence[Piece], budget: int, fullest: int | None = None) -> list[Price] | None:
@@ -494,7 +504,7 @@ def _choose(pieces: Sequence[Piece], budget: int, fullest: int | None = None) ->
                 total, most = kept + piece.kept(price), price.fullest if fullest is None else fullest
                 if price.fullest > most or total + most + after > budget:
                     continue
-                slot, time = -(-total // grain), seconds + _repeated(piece, price)
+                slot, time = -(-total // grain), seconds + piece.trips * price.seconds
                 if slot not in nexts or (time, total) < nexts[slot][:2]:
                     nexts[slot] = (time, total, (path, i))
         states = _undominated(nexts)

@@ -130,7 +130,12 @@ class Runs:
         one_each = all(
             len(runs) == len(kind) == len(self._store.groups) for runs, kind in zip(ranks, kinds, strict=True)
         )
-        return one_each and None not in kinds[0].values() and all(kind == kinds[0] for kind in kinds)
+        # Chains of several ranks are equal only where all is done element by element; with one rank there is no branch.
+        alike = (
+            len(ranks) > 1 and one_each and None not in kinds[0].values() and all(kind == kinds[0] for kind in kinds)
+        )
+        firsts = [place for runs in ranks for run in runs for place in self._leaves[run[0]]]
+        return alike and all(self._slot(place).offset == 0 for place in firsts)
 
     def _of_rank(self, runs: Sequence[Sequence[int]], whole: bool) -> dict[tuple[int, int], _Place]:
         """Where a rank's leaves lie; of parameters that are one those of the first."""
@@ -224,13 +229,14 @@ class StagedOptimizer(RestingOptimizer):
     def store(self) -> StageStore:
         """How those rest."""
         staging, params = self.staging, self.staging.params
-        stages = tuple(params.stages[i] for i in self.owners if i is not None)
-        layouts = tuple(self.layouts[i] for i in self.owned)
+        owners = [i for i in self.owners if i is not None]
+        stages, layouts = [params.stages[i] for i in owners], [self.layouts[i] for i in self.owned]
         # Moments of a parameter lie in a buffer each, where it lies in its own.
-        owners = [self.owners[i] for i in self.owned]
-        numbers = tuple(owners[:k].count(owner) for k, owner in enumerate(owners))
+        numbers, seen = [0] * len(owners), dict.fromkeys(owners, -1)
+        for k, owner in enumerate(owners):
+            numbers[k] = seen[owner] = seen[owner] + 1
         ranks = staging.num_stages, staging.num_ranks
-        return StageStore(layouts, stages, *ranks, self.placement.degrees, numbers=numbers)
+        return StageStore(tuple(layouts), tuple(stages), *ranks, self.placement.degrees, numbers=tuple(numbers))
 
     def specs(self) -> PyTree:
         """The specs of the state at rest."""
