@@ -304,15 +304,17 @@ class WithinBytes:
       rates: of the device.
       fronts: of kinds of units, where those that another one found are to be had.
       host: bytes that may be in the host's memory; a loop takes its part of them.
+      as_one: whether stages that repeat nothing are one piece, of which what is elementwise is made again at once.
 
     Attributes:
       found: what was chosen; None before it was asked.
     """
 
     def __init__(
-        self, allowance: int, rates: Rates, fronts: dict[Any, list[Price]] | None = None, host: float = math.inf
-    ):
-        self.allowance, self.rates, self.host = allowance, rates, host
+        self, allowance: int, rates: Rates, fronts: dict[Any, list[Price]] | None = None, host: float = math.inf,
+        as_one: bool = True,
+    ):  # fmt: skip
+        self.allowance, self.rates, self.host, self.as_one = allowance, rates, host, as_one
         self.found: Recompute | None = None
         self._fronts = {} if fronts is None else fronts
 
@@ -333,7 +335,7 @@ class WithinBytes:
         chosen = chosen or _least(pieces)
         found = tuple(map(_chosen, units, chosen))
         least = [price.seconds <= own[0].seconds for price, own in zip(chosen, fronts, strict=True)]
-        if all(least) and all(unit.stage is not None for unit in units):
+        if self.as_one and all(least) and all(unit.stage is not None for unit in units):
             found = tuple(replace(each, keep=None, again=()) for each in found)  # as stages do without recomputation
         self.found = Recompute(found, peak(pieces, chosen), tuple(pieces))
         return self.found

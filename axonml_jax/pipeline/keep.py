@@ -9,7 +9,7 @@ import jax
 
 from axonml_jax.compat.order import TellsHost, platform_around, require_policies
 from axonml_jax.parallel.plan import Remat
-from axonml_jax.parallel.recompute import NOT_IN_SLOTS, ByNames, Unit, UnitChoice, size_of, transform, unit_of
+from axonml_jax.parallel.recompute import NOT_IN_SLOTS, ByNames, UnitChoice, size_of, transform, unit_of
 from axonml_jax.parallel.units import Body, Transform, Values, transform_of
 from axonml_jax.pipeline.cut import Form, Stage, TracedStage
 from axonml_jax.program.cut import mark, segments_of
@@ -57,7 +57,8 @@ def forms(keeping: Keeping, stages: Sequence[tuple[Stage, TracedStage]]) -> list
     chooser = ByNames(remat) if isinstance(remat, tuple) else remat
     choices = iter(chooser.choice([unit for own in asked for _, unit in own]).units)
     return [
-        _form(traced, [(*pair, next(choices)) for pair in own]) for (_, traced), own in zip(stages, asked, strict=True)
+        _form(traced, [(part, next(choices)) for part, _ in own])
+        for (_, traced), own in zip(stages, asked, strict=True)
     ]
 
 
@@ -86,14 +87,12 @@ def _asked(
         yield unit_of(part, paths, block or f"stage {number} part {i}", taken, plain=False, grads=0, **own)
 
 
-def _form(traced: TracedStage, parts: Sequence[tuple[Body, Unit, UnitChoice]]) -> Form:
-    all_of = lambda unit, choice: choice.keep is None or {*choice.keep} >= {*unit.labels}
-    keeps = [None if all_of(unit, choice) else choice for _, unit, choice in parts]
+def _form(traced: TracedStage, parts: Sequence[tuple[Body, UnitChoice]]) -> Form:
     everything = transform_of(None, apart=True)
-    if not any(keeps):  # as a whole: then what enters its blocks is not kept either
+    if all(choice.keep is None for _, choice in parts):  # as a whole: then what enters its blocks is not kept either
         return Form(traced, everything)
-    made = [transform(keep, apart=_ordered()) if keep else everything for keep in keeps]
-    return _in_parts(traced, [part for part, _, _ in parts], made, tuple(keep and keep.keep for keep in keeps))
+    made = [everything if choice.keep is None else transform(choice, apart=_ordered()) for _, choice in parts]
+    return _in_parts(traced, [part for part, _ in parts], made, tuple(choice.keep for _, choice in parts))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -168,6 +168,10 @@ class Budgeted:
         """What was compiled, in order: the first choice, one or two more, what holds least."""
         within = partial(self._within, args, budget)
         tried = [within(budget - _resting(args))]
+        staged = self._step.placement.stages is not None
+        if staged and tried[0][1] > budget and all(unit.keep is None for unit in tried[0][0].units):
+            within = partial(within, as_one=False)  # a stage block by block holds less, and need repeat nothing
+            tried = [within(budget - _resting(args))]
         for _ in range(2):
             found, peak, _, _ = tried[-1]
             near = peak > _NEAR * budget or found.seconds == 0 or len(tried) > 1
@@ -205,12 +209,15 @@ class Budgeted:
             low, high = (middle, high) if again[1] <= budget else (low, min(middle, again[0].live))
         return found
 
-    def _within(self, args: tuple, budget: int, allowance: int, known: Sequence[tuple] = ()) -> Any:
+    def _within(
+        self, args: tuple, budget: int, allowance: int, known: Sequence[tuple] = (), *, as_one: bool = True
+    ) -> Any:
         """The choice within so many bytes, its peak, what runs it and the program; None: it is known.
 
         A host has as much memory for each of its devices as the device, or more: so much is sent there, at most.
         """
-        chooser = WithinBytes(allowance, _RATES[_platform(self._mesh)], self._fronts, host=budget)
+        rates = _RATES[_platform(self._mesh)]
+        chooser = WithinBytes(allowance, rates, self._fronts, host=budget, as_one=as_one)
         compiled = self._with(chooser)
         compiled.trace(*args)  # asks it; the program that is compiled is of the same trace
         assert isinstance(chooser.found, Recompute)
