@@ -100,6 +100,19 @@ def test_stages_that_do_the_same_are_differentiated_once_and_ranks_that_hold_the
     assert updates == branches
 
 
+@pytest.mark.parametrize("precision, branches", [(None, 0), ("bf16", 1)])
+def test_gradients_are_not_packed_again_where_parameters_rest_as_they_are_read(precision, branches):
+    """In bfloat16 ranks cast what they read, each its own; gradients lie in float32 at the same places."""
+    mesh = ax.make_mesh(pipe=4, devices=jax.devices()[:4])
+    pipe = ax.Pipeline(Counted(4, nnx.Rngs(0)), mesh, num_microbatches=2, precision=precision)
+    trainer = pipe.trainer(optax.adamw(1e-2), lambda model, batch: mean_loss(model, batch)[0])
+    program = read_program(trainer.train_step.trace(trainer.state, regression(4)).jaxpr)
+    inner = [each for equation in program.equations for body in equation.bodies for each in body.equations]
+    update = lambda each: "axonml.update" in str(each.op.scopes)
+    made = [each.op.made[0].dtype for each in inner if each.branches and not update(each)]
+    assert sum(jnp.issubdtype(dtype, jnp.floating) for dtype in made) == branches
+
+
 def test_a_rank_runs_what_its_leaves_need_and_nothing_else():
     fun = lambda a, b, count: (a * (count + 1), jnp.sin(b), count + 1)
     leaves = [jax.ShapeDtypeStruct((2,), jnp.float64)] * 2

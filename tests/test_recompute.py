@@ -355,9 +355,8 @@ def test_a_stage_repeats_what_its_blocks_do_not_keep():
     model, plan = config(LLAMA, num_layers=4), {"pipe": ax.Pipelined(num_microbatches=4)}
     make = lambda remat: step_of(model, ax.Plan(remat=remat, **plan), {"data": 1, "pipe": 2}, 8, length=LENGTH)
     whole = {"blocks/0": "everything"}  # and the others, of which nothing is said
-    plain, whole, up, none = (
-        products_in(*make(remat)) for remat in (None, whole, ["mlp/up"], {f"blocks/{i}": [] for i in range(4)})
-    )
+    nothing = {f"blocks/{i}": [] for i in range(4)}
+    plain, whole, up, none, full = (products_in(*make(remat)) for remat in (None, whole, ["mlp/up"], nothing, "full"))
     of_block = 3 + 2 + 1 + 3  # queries, keys, values; scores and what they weigh; out; gate, up, down
     assert whole == plain and none == plain + 4 * (of_block - 1)  # nothing in a block reads its closing product
-    assert up == none - 4 + 1  # and the head's, of which nothing is kept
+    assert up == none - 4 + 1 and full == none + 1  # and the head's, of which nothing is kept

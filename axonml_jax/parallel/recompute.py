@@ -177,9 +177,7 @@ class Recompute:
                 f"remat names units {missing} and values {unknown} that this program lacks; it has the units {there}, with the "
                 f"values {sorted({label for unit in units for label in unit.labels})}: choose again with memory="
             )
-        return _sent_in_loops(
-            replace(self, units=tuple(own.get(name, UnitChoice(name, None)) for name in there)), units
-        )
+        return _sent_in_loops(Recompute(tuple(own.get(name, UnitChoice(name, None)) for name in there)), units)
 
 
 _ENOUGH = 1 << 60
