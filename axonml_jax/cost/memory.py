@@ -501,11 +501,11 @@ def of_ticks(blocks: Many, ticks: TickCounts, block: BlockActivations, run: Run,
     """Slots of a pipeline, and what passes between ranks and through one tick.
 
     Stages are recomputed block by block, and of each block what enters it is kept; without recomputation a stage makes what is
-    elementwise again as a whole, from what enters it: more than its gradients take, `grads`, which XLA:TPU holds to the end.
+    elementwise again as a whole, from what enters it. `grads`: what a stage's gradients take until the end of its backward.
     """
     again = run.recomputes > 0
     slot = blocks * block.kept - either(again, 0, (blocks - 1) * block.boundary)
-    tick = either(again, block.rebuilt + grads, blocks * block.rebuilt) + block.head + block.others
+    tick = either(again, 1, blocks) * block.rebuilt + grads + block.head + block.others
     return ticks.slots * slot, slot + tick + (ticks.arriving + 2) * block.boundary
 
 
@@ -671,7 +671,7 @@ def held(step: Step, *, moments: int, offload: CPUOffload, in_ticks: bool) -> Me
         whole = gathered(step.weights, step.ranks[0], step.run)
     else:
         grads = [divided(sums_of(step.weights, parts), step.chunks) for parts in step.ranks]
-        grads = most(2 * most(*grads) - SCRATCH, 0) if step.platform == "tpu" else 0  # as found, and as they are added
+        grads = most(2 * most(*grads) - SCRATCH, 0) if step.platform == "tpu" else 0  # XLA:TPU adds them last
         activations, pipeline = of_ticks(step.stage_blocks, step.ticks, block, step.run, grads)
         sent = 0
         whole = most(*(read_by_stages(step.weights, parts, step.chunks, in_ticks) for parts in step.ranks))
