@@ -1,5 +1,7 @@
 """Losses of split logits tell parts from wholes: in models with swapped layers both are right, elsewhere wholes are refused."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
 
 import axonml_jax as ax
+from axonml_jax.collectives.gradients import gather_from
+from axonml_jax.collectives.primitives import bound
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.layers.whole import marked_program
 from axonml_jax.program.values import differing
@@ -199,3 +203,64 @@ def test_what_differs_from_rank_to_rank_is_told_from_what_is_whole(name):
     )
     jax.eval_shape(mapped, jnp.ones(4), jnp.ones(4) if "scattered" in name else jnp.ones(2))
     assert seen == [[frozenset(["tensor"] if differs else [])]]
+
+
+class Split(nnx.Module):
+    """Two blocks and a head that leaves its output split; `whole`: or gathers it."""
+
+    def __init__(self, *, whole=False):
+        rngs, options = nnx.Rngs(0), {"use_bias": False, **F64}
+        self.blocks = nnx.List([nnx.Linear(8, 8, rngs=rngs, **options) for _ in range(2)])
+        self.head = ax.ColumnParallelLinear(8, 12, rngs=rngs, gather_output=whole, **options)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = jnp.tanh(block(x))
+        return self.head(x)
+
+
+SPLIT_PLANS = {
+    "ddp": (ax.DDP, {"data": 2, "tensor": 2}, {}),
+    "fsdp": (ax.FSDP, {"fsdp": 2, "tensor": 2}, {}),
+    "pipeline": (ax.Pipeline, {"pipe": 2, "tensor": 2}, {"num_microbatches": 2}),
+}
+WORDS = np.arange(8) % 12
+
+
+def joined(logits):
+    axes = bound("tensor")
+    return gather_from(logits, axes) if axes else logits
+
+
+@BOTH
+@pytest.mark.parametrize("plan", SPLIT_PLANS)
+def test_a_loss_of_a_part_of_the_logits_is_refused_and_one_of_all_is_that_of_one_device(plan, check_vma):
+    facade, degrees, options = SPLIT_PLANS[plan]
+    x = np.random.default_rng(0).normal(size=(8, 8))
+    plain = lambda logits, words: optax.softmax_cross_entropy_with_integer_labels(logits, words).mean()
+    losses = {
+        "the loss (over tensor)": lambda m, b: plain(m(b["x"]), b["words"]),
+        "the weight of the loss (over tensor)": lambda m, b: ax.WeightedMean(
+            (joined(m(b["x"])) ** 2).sum(), jnp.where(m(b["x"]).sum(-1) > 0, 1.0, 2.0).sum()
+        ),
+        "metric 'right' (over tensor)": lambda m, b: (
+            plain(joined(y := m(b["x"])), b["words"]),
+            {"right": (y.argmax(-1) == b["words"]).mean()},
+        ),
+    }
+    batch = {"x": x, "words": WORDS}
+    trainer = lambda loss, **model: facade(Split(**model), mesh_of(**degrees), check_vma=check_vma, **options).trainer(
+        optax.sgd(0.1), loss
+    )
+    for said, loss in losses.items():
+        with pytest.raises(ValueError, match=re.escape(said)):
+            trainer(loss).step(batch)
+        with pytest.raises(ValueError, match=re.escape(said)):
+            trainer(loss).evaluate(batch)
+    right = losses["the loss (over tensor)"], lambda m, b: plain(joined(m(b["x"])), b["words"])
+    for loss, whole in zip(right, (True, False), strict=True):
+        alone, several = Split(whole=whole), trainer(loss, whole=whole)
+        for _ in range(2):
+            expected, grads = nnx.value_and_grad(loss)(alone, batch)
+            nnx.update(alone, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(alone, nnx.Param), grads))
+            np.testing.assert_allclose(several.step(batch)["loss"], expected, rtol=1e-9)

@@ -20,6 +20,7 @@ from axonml_jax.collectives.primitives import bound, degree, gather_whole, types
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.mesh.axes import BATCH_AXES, LAYER_AXES, as_axes
+from axonml_jax.model.loss import Loss
 from axonml_jax.model.view import Functional, Variables
 from axonml_jax.program.program import (
     NAMED_CALLS,
@@ -664,19 +665,61 @@ def reading_whole(fun: Callable, model: Functional, variables: Variables, *args:
 
 
 def _checked(fun: Callable, places: Mapping[str, Places], variables: Variables, *args: Any) -> Any:
-    """`fun(variables, *args)`; a loss of parts that is given the whole is refused."""
+    """`fun(variables, *args)`; a loss of parts that is given the whole is refused, and one made of a part alone."""
     with recorded() as seen:
         out = fun(variables, *args)
+    whole = _losses(out) if places else {}
+    if not seen and not whole:
+        return out
+    leaves, treedef, found = _with_places(places, variables, args)
+
+    def again(*leaves: Any) -> Any:
+        params, frozen, state, args = treedef.unflatten(leaves)
+        out = fun(Variables(params, frozen, state), *args)
+        return list(_losses(out).values()), out
+
+    jaxpr = trace(ArraysOf(again), *(leaf for _, leaf in leaves)).jaxpr
+    given = [frozenset(axis for _, axis in at) for at in found]
     if seen:
-        leaves, treedef, found = _with_places(places, variables, args)
-
-        def again(*leaves: Any) -> Any:
-            params, frozen, state, args = treedef.unflatten(leaves)
-            return fun(Variables(params, frozen, state), *args)
-
-        program = marked_program(trace(ArraysOf(again), *(leaf for _, leaf in leaves)).jaxpr)
-        WholeLosses(program, [frozenset(axis for _, axis in at) for at in found]).refuse()
+        WholeLosses(marked_program(jaxpr), given).refuse()
+    if whole:
+        differ = differing(read_program(jaxpr), given, lambda *_: None)
+        _refuse_parts(dict(zip(whole, differ, strict=False)))  # what else it returns is behind them
     return out
+
+
+def _losses(out: Any) -> dict[str, jax.Array]:
+    """The numbers of a loss and of its metrics, by what users call them, where a function returns a `Loss`."""
+    found: dict[str, jax.Array] = {}
+    for loss in jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Loss)):
+        if isinstance(loss, Loss):
+            named = {"the loss": (loss.total, loss.weight)} | {f"metric {k!r}": x for k, x in loss.metrics.items()}
+            found |= {
+                name if i == 0 else f"the weight of {name}": x
+                for name, numbers in named.items()
+                for i, x in enumerate(jax.tree.leaves(numbers))
+                if isinstance(x, jax.Array)
+            }
+    return found
+
+
+def _refuse_parts(differ: Mapping[str, Axes]) -> None:
+    """Refuse a loss, or a metric, that every rank makes of what layers left split on it: each would make another.
+
+    Args:
+      differ: over which axes each may differ, by its name.
+
+    Raises:
+      ValueError: naming all of them.
+    """
+    wrong = {name: sorted(axes.difference(BATCH_AXES).intersection(LAYER_AXES)) for name, axes in differ.items()}
+    if said := "; ".join(f"{name} (over {', '.join(axes)})" for name, axes in wrong.items() if axes):
+        raise ValueError(
+            f"these are not the same on all ranks of the mesh axes over which layers split: {said}. They read what the model's "
+            "layers leave split, such as logits of which a rank has some words. Take the model's own loss (model.loss) or "
+            "ax.vocab_parallel_cross_entropy(logits, targets, axis=...), let the last layer return the whole "
+            "(gather_output=True), or join the parts with reduce_from or gather_from of axonml_jax.collectives.gradients"
+        )
 
 
 def _with_places(places: Mapping[str, Places], variables: Variables, args: tuple) -> tuple[list, Any, list[Places]]:
