@@ -3,6 +3,7 @@
 import itertools
 import sys
 import zlib
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -202,6 +203,65 @@ def test_a_model_with_adapters_is_accumulated_by_the_mean_over_all_rows():
         model = ax.parallelize(adapted(), mesh_of(degrees), plan)
         found.append(jax.tree.map(np.asarray, model.value_and_grad(masked)(batch_of(16))))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-7), *found)
+
+
+# Settings of modules
+
+
+def with_settings(net):
+    class Settings(net):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.times, self.drop = 1.0, nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x):
+            return self.drop(super().__call__(x)) * self.times
+
+    return Settings
+
+
+def quiet(net, b):
+    """A model in evaluation, a number of it changed between two calls, and one call in a loop."""
+    net.eval()
+    once, net.times = net(b["x"]), 3.0
+    thrice = jax.lax.scan(lambda _, x: (None, net(x)), None, b["x"][None])[1][0]
+    return ((once + thrice) ** 2 * b["mask"][:, None]).sum() / b["mask"].sum()
+
+
+def without_dropout(net, b):
+    """A module in the place of another."""
+    net.drop = nnx.Dropout(0.0)
+    return (net(b["x"]) ** 2 * b["mask"][:, None]).sum() / b["mask"].sum()
+
+
+SETTING_PLANS = {
+    "ddp": (Net, {"data": 4}, {}),
+    "fsdp, accumulate": (Net, {"fsdp": 2}, {"fsdp": ax.Shard(), "accumulate": 2}),
+    "tensor": (Layered, {"data": 2, "tensor": 2}, {}),
+    "pipeline": (Layered, {"data": 2, "pipe": 2}, {"pipe": ax.Pipelined(num_microbatches=2, split=["w2"])}),
+}
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("plan", SETTING_PLANS)
+@pytest.mark.parametrize("loss", [quiet, without_dropout])
+def test_what_a_loss_sets_of_the_models_modules_holds_in_its_calls(loss, plan, check_vma):
+    net, degrees, options = SETTING_PLANS[plan]
+    graph, params, rest = nnx.split(with_settings(net)(nnx.Rngs(0)), nnx.Param, ...)
+    wanted, grads = jax.value_and_grad(lambda params: loss(nnx.merge(graph, params, rest), batch_of(16)))(params)
+    model, mesh = with_settings(net)(nnx.Rngs(0)), mesh_of(degrees)
+    if plan == "tensor":
+        ax.auto_parallelize(model, mesh)
+    parallel = ax.parallelize(model, mesh, ax.Plan(check_vma=check_vma, **options))
+    if loss is without_dropout and plan != "ddp":
+        with pytest.raises(ValueError, match=r"changes its modules.*two sums"):
+            parallel.trainer(optax.sgd(0.1), loss).step(batch_of(16))
+        return
+    trainer = parallel.trainer(optax.sgd(0.1), loss)
+    np.testing.assert_allclose(trainer.evaluate(batch_of(16))["loss"], wanted, rtol=1e-6)
+    np.testing.assert_allclose(trainer.step(batch_of(16))["loss"], wanted, rtol=1e-9)
+    moved = jax.tree.map(lambda p, g: p - 0.1 * g, nnx.to_pure_dict(params), nnx.to_pure_dict(grads))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12), parallel.parameters(), moved)
 
 
 # Two sweeps

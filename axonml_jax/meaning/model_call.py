@@ -8,7 +8,7 @@ program is run on a rank's rows.
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +45,7 @@ class Call:
       made: those of the results: arrays that are returned, then variables of the model that are changed.
       out_treedef, out_rest: of what is returned, likewise.
       changed: the paths of the changed variables.
+      set: the attributes of its modules that the loss has set before it, such as those of `model.eval()`.
       draws: what is drawn in it, where keys are those of rows (`compat/row_keys.py`).
       traced: its trace, of the variables, a key and the arrays, flat: it is read where shapes do not say enough.
     """
@@ -58,6 +59,7 @@ class Call:
     out_treedef: Any
     out_rest: tuple[Any, ...]
     changed: tuple[Path, ...]
+    set: tuple["Attribute", ...] = ()
     draws: tuple[Drawn, ...] = ()
     traced: Any = None
 
@@ -65,7 +67,8 @@ class Call:
         """Whether another is the same call, perhaps at other shapes."""
         count = lambda call: (len(call.given), len(call.made))
         same = (self.path, self.method, self.treedef) == (other.path, other.method, other.treedef)
-        return same and self.changed == other.changed and count(self) == count(other)
+        same = same and self.changed == other.changed and len(self.set) == len(other.set)
+        return same and count(self) == count(other) and all(map(Attribute.same, self.set, other.set))
 
     def followed(self, given: Sequence[Places], groups: Sequence[Group]) -> list[Places]:
         """The places of its results as the model's own operations make them of its operands."""
@@ -75,9 +78,48 @@ class Call:
 
     def run(self, bound: Any, arrays: Sequence[Any]) -> list[Any]:
         """The results of the call of a bound model, on other arrays."""
-        out = _invoke(bound, self.path, self.method, self.treedef, self.rest, arrays)
-        after = variables_of(bound)
+        with _having(bound, self.set):
+            out = _invoke(bound, self.path, self.method, self.treedef, self.rest, arrays)
+        after = variables_of(bound) if self.changed else {}
         return [*_arrays(out), *(x for path in self.changed for x in jax.tree.leaves(after[path]))]
+
+
+@dataclass(frozen=True, eq=False)
+class Attribute:
+    """What a loss has set of a module, which is no variable and no module.
+
+    Attributes:
+      path: of the module.
+      name: of the attribute, which the module had before.
+      value: it is told by its identity, or where it is a number or a word by what it is.
+    """
+
+    path: Path
+    name: str
+    value: Any
+
+    def same(self, other: "Attribute") -> bool:
+        """Whether another says the same."""
+        plain = isinstance(self.value, (bool, int, float, str)) and type(self.value) is type(other.value)
+        alike = self.value is other.value or (plain and self.value == other.value)
+        return (self.path, self.name) == (other.path, other.name) and alike
+
+
+@contextmanager
+def _having(bound: Any, attributes: Sequence[Attribute]) -> Iterator[None]:
+    """A bound model with these attributes, which afterwards has its own again.
+
+    They are set behind NNX's back, which allows that only where the model was bound: code of a loop is traced elsewhere.
+    """
+    before = [(vars(_at(bound, each.path)), each.name) for each in attributes]
+    old = [own[name] for own, name in before]
+    for (own, name), each in zip(before, attributes, strict=True):
+        own[name] = each.value
+    try:
+        yield
+    finally:
+        for (own, name), value in zip(before, old, strict=True):
+            own[name] = value
 
 
 @dataclass(eq=False)
@@ -98,17 +140,21 @@ class Calls:
     axes: tuple[str, ...]
     noted: list[Call] = field(default_factory=list)
     _there: dict[Path, Any] = field(default_factory=dict)
+    _attributes: list[tuple[Path, dict, dict]] = field(default_factory=list)
 
     @contextmanager
     def stand_in(self) -> Iterator[Any]:
         """The model as the loss gets it: its variables can be read, and calls are noted."""
         bound = self.model.bind(self.variables, self.key, self.mode)
-        self._there = variables_of(bound)
         if isinstance(bound, BoundLinen):
+            self._there = variables_of(bound)
             bound.__class__ = _linen_stand_in(self)
             yield bound
             return
-        modules = _modules(bound)
+        nodes = list(nnx.iter_graph(bound))
+        self._there = _values(nodes)
+        self._attributes = [(path, vars(x), dict(vars(x))) for path, x in nodes if isinstance(x, nnx.Pytree)]
+        modules = [(path, node) for path, node in nodes if isinstance(node, nnx.Module)]
         own = {id(module): (self, bound, path) for path, module in modules}
         for _, module in modules:
             module.__class__ = _nnx_stand_in(type(module))
@@ -121,7 +167,28 @@ class Calls:
 
     def changed_by_loss(self, bound: Any) -> dict[Path, Any]:
         """The variables that the loss has changed itself, besides its calls of the model."""
-        return {path: x for path, x in variables_of(bound).items() if self._differs(path, x)}
+        return self._changed(variables_of(bound))
+
+    def _changed(self, values: Mapping[Path, Any]) -> dict[Path, Any]:
+        return {path: x for path, x in values.items() if self._differs(path, x)}
+
+    def _set_by_loss(self) -> tuple[Attribute, ...]:
+        """The attributes that the loss has set.
+
+        Raises:
+          Transformed: where they are more than settings: modules, variables, arrays, or attributes that were not there.
+        """
+        found = []
+        for path, now, before in self._attributes:
+            if now.keys() != before.keys():
+                raise Transformed
+            for name, value in now.items():
+                if value is before[name] or name.startswith(_FLAX_OWN):
+                    continue
+                if not (_is_setting(value) and _is_setting(before[name])):
+                    raise Transformed
+                found.append(Attribute(path, name, value))
+        return tuple(found)
 
     def _differs(self, path: Path, x: Any) -> bool:
         old = jax.tree.leaves(self._there.get(path))
@@ -131,8 +198,10 @@ class Calls:
 
     def note(self, bound: Any, path: Path, method: str, args: tuple, kwargs: dict) -> Any:
         """Stand in for a call."""
-        if self.changed_by_loss(bound):
+        there = variables_of(bound)
+        if self._changed(there):
             raise Transformed  # the real model would not have what the loss changed
+        attributes = self._set_by_loss()
         leaves, treedef = jax.tree.flatten((args, kwargs))
         arrays = [jnp.asarray(x) for x in leaves if is_array(x)]
         rest = tuple(None if is_array(x) else x for x in leaves)
@@ -142,7 +211,8 @@ class Calls:
             variables, key, arrays = vary((variables, key, arrays), self.axes)
             own = self.model.bind(variables, key, self.mode)
             before = variables_of(own)
-            out = _invoke(own, path, method, treedef, rest, arrays)
+            with _having(own, attributes):
+                out = _invoke(own, path, method, treedef, rest, arrays)
             after = variables_of(own)
             new = {at: x for at, x in after.items() if at not in before or not _same(before[at], x)}
             seen.update(
@@ -155,15 +225,16 @@ class Calls:
         made, given = traced.made, tuple(jax.typeof(x) for x in arrays)
         drawn = drawn_by_rows(self.key, traced.jaxpr)
         out = seen["treedef"], seen["rest"]
-        call = Call(path, method, treedef, rest, given, tuple(made), *out, tuple(seen["new"]), drawn, traced.jaxpr)
+        call = Call(
+            path, method, treedef, rest, given, tuple(made), *out, tuple(seen["new"]), attributes, drawn, traced.jaxpr
+        )
         self.noted.append(call)
         results = model_call(len(self.noted) - 1, arrays, made)
         own = [tuple(varying_axes(aval) - set(self.axes)) for aval in made]
         results = iter([vary(x, axes) for x, axes in zip(results, own, strict=True)])
         out = call.out_treedef.unflatten([next(results) if x is None else x for x in call.out_rest])
-        for at, like in seen["new"].items():
-            _put(bound, at, jax.tree.map(lambda _: next(results), like))
-        self._there = variables_of(bound)
+        put_variables(bound, {at: jax.tree.map(lambda _: next(results), like) for at, like in seen["new"].items()})
+        self._there = variables_of(bound) if seen["new"] else there
         return out
 
 
@@ -179,10 +250,25 @@ def _arrays(out: Any) -> list[Any]:
 def _invoke(bound: Any, path: Path, method: str, treedef: Any, rest: Sequence[Any], arrays: Sequence[Any]) -> Any:
     given = iter(arrays)
     args, kwargs = treedef.unflatten([next(given) if x is None else x for x in rest])
+    return getattr(_at(bound, path), method)(*args, **kwargs)
+
+
+def _at(bound: Any, path: Path) -> Any:
+    """The module at a path."""
     owner = bound
     for part in path:
         owner = owner[part] if isinstance(part, int) or not hasattr(owner, str(part)) else getattr(owner, part)
-    return getattr(owner, method)(*args, **kwargs)
+    return owner
+
+
+_FLAX_OWN = ("_pytree__", "_object__")
+"""How attributes begin that Flax keeps on modules."""
+
+
+def _is_setting(value: Any) -> bool:
+    """Whether an attribute has neither modules nor variables nor arrays in it."""
+    parts = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, (nnx.Variable, nnx.Pytree)))
+    return not any(is_array(x) or isinstance(x, (nnx.Variable, nnx.Pytree)) for x in parts)
 
 
 def calls_model(equation: Equation) -> bool:
@@ -193,37 +279,31 @@ def calls_model(equation: Equation) -> bool:
 # The two kinds of models
 
 
-def _modules(bound: Any) -> list[tuple[Path, Any]]:
-    return [(path, node) for path, node in nnx.iter_graph(bound) if isinstance(node, nnx.Module)]
-
-
 def variables_of(bound: Any) -> dict[Path, Any]:
     """The values of a bound model's variables by path, random streams left out."""
     if isinstance(bound, BoundLinen):
         return {(name,): x for name, x in named_leaves({"params": bound.params, **bound.state}).items()}
-    return {
-        path: node.get_raw_value()
-        for path, node in nnx.iter_graph(bound)
-        if isinstance(node, nnx.Variable) and not isinstance(node, nnx.RngState)
-    }
+    return _values(nnx.iter_graph(bound))
+
+
+def _values(nodes: Iterable[tuple[Path, Any]]) -> dict[Path, Any]:
+    variables = ((path, x) for path, x in nodes if isinstance(x, nnx.Variable) and not isinstance(x, nnx.RngState))
+    return {path: x.get_raw_value() for path, x in variables}
 
 
 def put_variables(bound: Any, values: Mapping[Path, Any]) -> None:
     """Change variables of a bound model."""
-    for path, value in values.items():
-        _put(bound, path, value)
-
-
-def _put(bound: Any, path: Path, value: Any) -> None:
+    if not values:
+        return
     if isinstance(bound, BoundLinen):
-        names = named_leaves(bound.state)
-        leaves = [value if (name,) == path else leaf for name, leaf in names.items()]
+        leaves = [values.get((name,), leaf) for name, leaf in named_leaves(bound.state).items()]
         bound.state = jax.tree.unflatten(jax.tree.structure(bound.state), leaves)
         return
-    node = dict(nnx.iter_graph(bound)).get(path)
-    if not isinstance(node, nnx.Variable):  # one that the call has made, as `sow` does
-        raise Transformed
-    node.set_raw_value(value)
+    nodes = dict(nnx.iter_graph(bound))
+    for path, value in values.items():
+        if not isinstance(node := nodes.get(path), nnx.Variable):  # one that the call has made, as `sow` does
+            raise Transformed
+        node.set_raw_value(value)
 
 
 def _linen_stand_in(calls: Calls) -> type:

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 import inspect
 import math
 import re
@@ -881,7 +882,7 @@ class NNXFunctional(Functional):
         model = nnx.merge(self.graphdef, params, self._restart(key), variables.state, copy=True)
         if mode.training is not None:
             model.train() if mode.training else model.eval()
-        if mode.batch_norm_axes and mode.sum_over_ranks is not None:
+        if mode.batch_norm_axes and mode.sum_over_ranks is not None and self._has_batch_norm:
             synchronize_nnx(model, mode.batch_norm_axes, mode.sum_over_ranks)
         if mode.precision != Precision():
             model.__class__ = _casting_class(type(model), mode.precision)
@@ -900,8 +901,16 @@ class NNXFunctional(Functional):
 
     def module_types(self) -> Mapping[str, type]:
         """The type of every module by its path."""
-        model = self.abstract_module
-        return {"/".join(map(str, p)): type(m) for p, m in nnx.iter_graph(model) if isinstance(m, nnx.Module)}
+        return self._types
+
+    @functools.cached_property
+    def _types(self) -> Mapping[str, type]:
+        modules = ((path, x) for path, x in nnx.iter_graph(self.abstract_module) if isinstance(x, nnx.Module))
+        return {"/".join(map(str, path)): type(module) for path, module in modules}
+
+    @functools.cached_property
+    def _has_batch_norm(self) -> bool:
+        return any(issubclass(kind, nnx.BatchNorm) for kind in self._types.values())
 
     def declares(self, attribute: str) -> bool:
         """Of all its modules."""
