@@ -461,7 +461,7 @@ def made_by(equations: Sequence[Equation], wanted: Iterable[Atom], given: Contai
     """The equations, in order, that make the wanted values, or what these are made of; `given` values are there already."""
     needed, found = {number for number in names_of(wanted) if number not in given}, []
     for equation in reversed(equations):
-        if needed.intersection(equation.outputs):
+        if not needed.isdisjoint(equation.outputs):
             found.append(equation)
             needed.update(number for number in equation.read if number not in given)
     return found[::-1]
