@@ -229,9 +229,9 @@ class Calls:
             path, method, treedef, rest, given, tuple(made), *out, tuple(seen["new"]), attributes, drawn, traced.jaxpr
         )
         self.noted.append(call)
-        results = model_call(len(self.noted) - 1, arrays, made)
+        plain = model_call(len(self.noted) - 1, arrays, made)
         own = [tuple(varying_axes(aval) - set(self.axes)) for aval in made]
-        results = iter([vary(x, axes) for x, axes in zip(results, own, strict=True)])
+        results = iter([vary(x, axes) for x, axes in zip(plain, own, strict=True)])
         out = call.out_treedef.unflatten([next(results) if x is None else x for x in call.out_rest])
         put_variables(bound, {at: jax.tree.map(lambda _: next(results), like) for at, like in seen["new"].items()})
         self._there = variables_of(bound) if seen["new"] else there
