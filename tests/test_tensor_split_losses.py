@@ -252,6 +252,9 @@ def test_a_loss_of_a_part_of_the_logits_is_refused_and_one_of_all_is_that_of_one
     trainer = lambda loss, **model: facade(Split(**model), mesh_of(**degrees), check_vma=check_vma, **options).trainer(
         optax.sgd(0.1), loss
     )
+    decayed = lambda m, b: plain(m(b["x"]), b["words"]) + 0.1 * (m.head.kernel[...] ** 2).sum()
+    with pytest.raises(ValueError, match=r"the loss \(over tensor\).*split parameter.*weight decay to the optimizer"):
+        trainer(decayed, whole=True).step(batch)
     for said, loss in losses.items():
         with pytest.raises(ValueError, match=re.escape(said)):
             trainer(loss).step(batch)
