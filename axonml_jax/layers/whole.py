@@ -715,11 +715,11 @@ def _refuse_parts(differ: Mapping[str, Axes]) -> None:
     wrong = {name: sorted(axes.difference(BATCH_AXES).intersection(LAYER_AXES)) for name, axes in differ.items()}
     if said := "; ".join(f"{name} (over {', '.join(axes)})" for name, axes in wrong.items() if axes):
         raise ValueError(
-            f"these are not the same on all ranks of the mesh axes over which layers split: {said}. They read a rank's part as if "
-            "it were all: of what a layer leaves split, such as logits over the words, or of a split parameter. Take the model's "
-            "own loss (model.loss) or ax.vocab_parallel_cross_entropy(logits, targets, axis=...), let the last layer return the "
-            "whole (gather_output=True), leave weight decay to the optimizer, or join the parts with reduce_from or gather_from of "
-            "axonml_jax.collectives.gradients"
+            f"these are not the same on all ranks of the mesh axes over which layers split: {said}. They read a rank's part as "
+            "if it were all: of what a layer leaves split, such as logits over the words, or of a split parameter. Take the "
+            "model's own loss (model.loss) or ax.vocab_parallel_cross_entropy(logits, targets, axis=...), let the last layer "
+            "return the whole (gather_output=True), leave weight decay to the optimizer, or join the parts with reduce_from or "
+            "gather_from of axonml_jax.collectives.gradients"
         )
 
 
