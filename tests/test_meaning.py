@@ -212,10 +212,19 @@ def with_settings(net):
     class Settings(net):
         def __init__(self, rngs):
             super().__init__(rngs)
-            self.times, self.drop = 1.0, nnx.Dropout(0.5, rngs=rngs)
+            self.times, self.drop, self.calls = 1.0, nnx.Dropout(0.5, rngs=rngs), 0
+            self.counts, self.keeps = False, False
+            self.words, self.last, self.mean = {"times": 1.0}, lambda x: x, nnx.data(jnp.zeros(()))
 
-        def __call__(self, x):
-            return self.drop(super().__call__(x)) * self.times
+        def __call__(self, x, times=None):
+            if times is not None:
+                self.times = times
+            out = self.last(self.drop(super().__call__(x))) * self.times * self.words["times"]
+            if self.counts:
+                self.calls += 1
+            if self.keeps:
+                self.mean = nnx.data((out**2).mean())
+            return out
 
     return Settings
 
@@ -234,6 +243,44 @@ def without_dropout(net, b):
     return (net(b["x"]) ** 2 * b["mask"][:, None]).sum() / b["mask"].sum()
 
 
+def set_by_calls(net, b):
+    """Numbers that calls set of the model, and that the loss sets again."""
+    net.eval()
+    net.times, net.counts = 2.0, True
+    out = net(b["x"], 3.0) + net(b["x"])
+    counted = net.calls
+    net.times = 1.0
+    return ((out + net(b["x"])) ** 2 * b["mask"][:, None]).sum() / b["mask"].sum() * counted * net.times
+
+
+def an_array_set_by_the_call(net, b):
+    """A mean that a call leaves on the model."""
+    net.eval()
+    net.keeps = True
+    return (net(b["x"]) ** 2 * b["mask"][:, None]).sum() / b["mask"].sum() + net.mean
+
+
+def content(net, b):
+    """A mapping that all copies of the model share."""
+    net.eval()
+    net.words["times"] = 3.0
+    thrice = net(b["x"])
+    net.words["times"] = 1.0
+    return ((thrice + net(b["x"])) ** 2 * b["mask"][:, None]).sum() / b["mask"].sum()
+
+
+def functions(net, b):
+    """One made anew in each trace, and one of the batch."""
+    net.eval()
+    net.last = lambda x: x * 2
+    twice, mean = net(b["x"]), b["x"].mean()
+    net.last = lambda x: x * mean
+    return ((twice + net(b["x"])) ** 2 * b["mask"][:, None]).sum() / b["mask"].sum()
+
+
+OWN_CODE = [without_dropout, an_array_set_by_the_call, content, functions]
+"""Taken with the model's own code in the program."""
+
 SETTING_PLANS = {
     "ddp": (Net, {"data": 4}, {}),
     "fsdp, accumulate": (Net, {"fsdp": 2}, {"fsdp": ax.Shard(), "accumulate": 2}),
@@ -243,8 +290,13 @@ SETTING_PLANS = {
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("plan", SETTING_PLANS)
-@pytest.mark.parametrize("loss", [quiet, without_dropout])
+@pytest.mark.parametrize(
+    ("loss", "plan"),
+    [
+        *itertools.product([quiet, set_by_calls], SETTING_PLANS),
+        *itertools.product(OWN_CODE, ["ddp", "fsdp, accumulate"]),
+    ],
+)
 def test_what_a_loss_sets_of_the_models_modules_holds_in_its_calls(loss, plan, check_vma):
     net, degrees, options = SETTING_PLANS[plan]
     graph, params, rest = nnx.split(with_settings(net)(nnx.Rngs(0)), nnx.Param, ...)
@@ -253,7 +305,7 @@ def test_what_a_loss_sets_of_the_models_modules_holds_in_its_calls(loss, plan, c
     if plan == "tensor":
         ax.auto_parallelize(model, mesh)
     parallel = ax.parallelize(model, mesh, ax.Plan(check_vma=check_vma, **options))
-    if loss is without_dropout and plan != "ddp":
+    if loss in OWN_CODE and plan != "ddp":
         with pytest.raises(ValueError, match=r"changes its modules.*two sums"):
             parallel.trainer(optax.sgd(0.1), loss).step(batch_of(16))
         return

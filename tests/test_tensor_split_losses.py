@@ -267,3 +267,19 @@ def test_a_loss_of_a_part_of_the_logits_is_refused_and_one_of_all_is_that_of_one
             expected, grads = nnx.value_and_grad(loss)(alone, batch)
             nnx.update(alone, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(alone, nnx.Param), grads))
             np.testing.assert_allclose(several.step(batch)["loss"], expected, rtol=1e-9)
+
+
+def test_a_part_is_refused_beside_layers_that_were_swapped():
+    mesh, loss, x = (
+        mesh_of(data=2, tensor=2),
+        lambda m, x: (m(x) ** 2).mean(),
+        np.random.default_rng(0).normal(size=(8, 8)),
+    )
+    for whole in (True, False):
+        ax.auto_parallelize(model := Split(whole=whole), mesh)
+        trainer = ax.parallelize(model, mesh).trainer(optax.sgd(0.1), loss)
+        if whole:
+            np.testing.assert_allclose(trainer.step(x)["loss"], loss(Split(), x), rtol=1e-9)
+            continue
+        with pytest.raises(ValueError, match=r"the loss \(over tensor\)"):
+            trainer.step(x)

@@ -646,18 +646,26 @@ def reading_whole(fun: Callable, model: Functional, variables: Variables, *args:
         return _checked(fun, places, variables, *args)
     leaves, treedef, found = _with_places(places, variables, args)
     own = [at if path_name(path[1:]) in swapped else () for (path, _), at in zip(leaves, found, strict=True)]
+    named: dict[int, str] = {}  # of a loss's numbers, by their places among the results
 
     def on_wholes(*parts: Any) -> Any:
         given = [gathered(leaf, at) if at else leaf for leaf, at in zip(jax.tree.leaves(parts), own, strict=True)]
         params, frozen, state, args = treedef.unflatten(given)
         with whole_allowed():
-            return fun(Variables(params, frozen, state), *args)
+            out = fun(Variables(params, frozen, state), *args)
+        arrays = [x for x in jax.tree.leaves(out) if isinstance(x, jax.Array)]
+        named.update({next(k for k, x in enumerate(arrays) if x is loss): name for name, loss in _losses(out).items()})
+        return out
 
     def on_shards(program: Program, values: Sequence[Any]) -> list[Any]:
-        losses = WholeLosses(program, [frozenset(axis for _, axis in at) for at in found])
+        given = [frozenset(axis for _, axis in at) for at in found]
+        losses = WholeLosses(program, given)
         shards = [SplitValue(leaf, at) if at else leaf for leaf, at in zip(values, own, strict=True)]
         made = run_marked(program, shards, losses)
         losses.refuse()
+        # What was swapped is gathered in the program; layers that split by themselves may leave parts.
+        differ = differing(program, given, lambda *_: None)
+        _refuse_parts({name: differ[k] for k, name in named.items()})
         return made
 
     given = variables.params, variables.frozen, variables.state, *args

@@ -23,7 +23,7 @@ from axonml_jax.program.program import Atom, among, made_by
 ROWS, INLINED = "rows", "inlined"
 
 MAPPED = (
-    "the loss differentiates or maps the model, changes its modules (in more than their numbers and words), or calls it in a "
+    "the loss differentiates or maps the model, changes its modules (in more than settings), or calls it in a "
     "way whose shapes do not tell how its results are split, and it is not known what that means for the whole batch in "
     "microbatches, where positions are split, or where layers split their parameters: take sizes from the batch (x.shape), or "
     "return ax.WeightedMean(total, weight), two sums over the rows (and positions) that the loss is given"

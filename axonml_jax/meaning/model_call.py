@@ -25,6 +25,7 @@ from axonml_jax.compat.row_keys import Drawn, drawn_by_rows
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.meaning.following import Following
 from axonml_jax.meaning.places import SUM, Group, Place, Places, Split
+from axonml_jax.meaning.settings import Attribute, Changed, Settings, having, module_at
 from axonml_jax.meaning.values import Ranks, Value
 from axonml_jax.model.view import BoundLinen, Functional, Mode, Variables
 from axonml_jax.program.program import Equation, all_but_named, read_program
@@ -59,7 +60,7 @@ class Call:
     out_treedef: Any
     out_rest: tuple[Any, ...]
     changed: tuple[Path, ...]
-    set: tuple["Attribute", ...] = ()
+    set: tuple[Attribute, ...] = ()
     draws: tuple[Drawn, ...] = ()
     traced: Any = None
 
@@ -78,48 +79,10 @@ class Call:
 
     def run(self, bound: Any, arrays: Sequence[Any]) -> list[Any]:
         """The results of the call of a bound model, on other arrays."""
-        with _having(bound, self.set):
+        with having(bound, self.set):
             out = _invoke(bound, self.path, self.method, self.treedef, self.rest, arrays)
         after = variables_of(bound) if self.changed else {}
         return [*_arrays(out), *(x for path in self.changed for x in jax.tree.leaves(after[path]))]
-
-
-@dataclass(frozen=True, eq=False)
-class Attribute:
-    """What a loss has set of a module, which is no variable and no module.
-
-    Attributes:
-      path: of the module.
-      name: of the attribute, which the module had before.
-      value: it is told by its identity, or where it is a number or a word by what it is.
-    """
-
-    path: Path
-    name: str
-    value: Any
-
-    def same(self, other: "Attribute") -> bool:
-        """Whether another says the same."""
-        plain = isinstance(self.value, (bool, int, float, str)) and type(self.value) is type(other.value)
-        alike = self.value is other.value or (plain and self.value == other.value)
-        return (self.path, self.name) == (other.path, other.name) and alike
-
-
-@contextmanager
-def _having(bound: Any, attributes: Sequence[Attribute]) -> Iterator[None]:
-    """A bound model with these attributes, which afterwards has its own again.
-
-    They are set behind NNX's back, which allows that only where the model was bound: code of a loop is traced elsewhere.
-    """
-    before = [(vars(_at(bound, each.path)), each.name) for each in attributes]
-    old = [own[name] for own, name in before]
-    for (own, name), each in zip(before, attributes, strict=True):
-        own[name] = each.value
-    try:
-        yield
-    finally:
-        for (own, name), value in zip(before, old, strict=True):
-            own[name] = value
 
 
 @dataclass(eq=False)
@@ -140,7 +103,9 @@ class Calls:
     axes: tuple[str, ...]
     noted: list[Call] = field(default_factory=list)
     _there: dict[Path, Any] = field(default_factory=dict)
-    _attributes: list[tuple[Path, dict, dict]] = field(default_factory=list)
+    _settings: Settings = field(default_factory=lambda: Settings(()))
+    _touched: set[tuple[Path, str]] = field(default_factory=set)
+    _unknown: set[tuple[int, str]] = field(default_factory=set)
 
     @contextmanager
     def stand_in(self) -> Iterator[Any]:
@@ -153,7 +118,7 @@ class Calls:
             return
         nodes = list(nnx.iter_graph(bound))
         self._there = _values(nodes)
-        self._attributes = [(path, vars(x), dict(vars(x))) for path, x in nodes if isinstance(x, nnx.Pytree)]
+        self._settings = Settings(nodes)
         modules = [(path, node) for path, node in nodes if isinstance(node, nnx.Module)]
         own = {id(module): (self, bound, path) for path, module in modules}
         for _, module in modules:
@@ -173,22 +138,24 @@ class Calls:
         return {path: x for path, x in values.items() if self._differs(path, x)}
 
     def _set_by_loss(self) -> tuple[Attribute, ...]:
-        """The attributes that the loss has set.
+        """The attributes of modules that are others than at the start, or that an earlier call has set.
 
         Raises:
-          Transformed: where they are more than settings: modules, variables, arrays, or attributes that were not there.
+          Transformed: where they are more than settings, or where a call has set what only the real model knows.
         """
-        found = []
-        for path, now, before in self._attributes:
-            if now.keys() != before.keys():
-                raise Transformed
-            for name, value in now.items():
-                if value is before[name] or name.startswith(_FLAX_OWN):
-                    continue
-                if not (_is_setting(value) and _is_setting(before[name])):
-                    raise Transformed
-                found.append(Attribute(path, name, value))
-        return tuple(found)
+        found = self._settings.changed(also=self._touched)
+        if found.others or self._unknown or not self._settings.same_contents():
+            raise Transformed
+        return found.settings
+
+    def _set_by_call(self, bound: Any, found: Changed) -> None:
+        """Let the stand-in have what a call has set: settings; the rest nobody may read of it."""
+        for each in found.settings:
+            vars(module_at(bound, each.path))[each.name] = each.value
+            self._touched.add((each.path, each.name))
+        for path, name in found.others:
+            vars(owner := module_at(bound, path)).pop(name, None)
+            self._unknown.add((id(owner), name))
 
     def _differs(self, path: Path, x: Any) -> bool:
         old = jax.tree.leaves(self._there.get(path))
@@ -210,9 +177,12 @@ class Calls:
         def fun(variables: Variables, key: jax.Array, arrays: list) -> list:
             variables, key, arrays = vary((variables, key, arrays), self.axes)
             own = self.model.bind(variables, key, self.mode)
-            before = variables_of(own)
-            with _having(own, attributes):
+            nodes = [] if isinstance(own, BoundLinen) else list(nnx.iter_graph(own))
+            before = _values(nodes) if nodes else variables_of(own)
+            with having(own, attributes):
+                settings = Settings(nodes)
                 out = _invoke(own, path, method, treedef, rest, arrays)
+                seen["set"] = settings.changed(variables=False)
             after = variables_of(own)
             new = {at: x for at, x in after.items() if at not in before or not _same(before[at], x)}
             seen.update(
@@ -229,13 +199,23 @@ class Calls:
             path, method, treedef, rest, given, tuple(made), *out, tuple(seen["new"]), attributes, drawn, traced.jaxpr
         )
         self.noted.append(call)
-        plain = model_call(len(self.noted) - 1, arrays, made)
-        own = [tuple(varying_axes(aval) - set(self.axes)) for aval in made]
+        out = self._answered(bound, call, arrays, seen["new"])
+        self._there = variables_of(bound) if call.changed else there
+        self._set_by_call(bound, seen["set"])
+        return out
+
+    def _answered(self, bound: Any, call: Call, arrays: list[jax.Array], new: Mapping[Path, Any]) -> Any:
+        """What the last call returns to the loss, whose changes of variables the stand-in has then."""
+        plain = model_call(len(self.noted) - 1, arrays, call.made)
+        own = [tuple(varying_axes(aval) - set(self.axes)) for aval in call.made]
         results = iter([vary(x, axes) for x, axes in zip(plain, own, strict=True)])
         out = call.out_treedef.unflatten([next(results) if x is None else x for x in call.out_rest])
-        put_variables(bound, {at: jax.tree.map(lambda _: next(results), like) for at, like in seen["new"].items()})
-        self._there = variables_of(bound) if seen["new"] else there
+        put_variables(bound, {at: jax.tree.map(lambda _: next(results), like) for at, like in new.items()})
         return out
+
+    def unknown(self, module: Any, name: str) -> bool:
+        """Whether a call has set this attribute to what only the real model knows."""
+        return (id(module), name) in self._unknown
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -250,25 +230,7 @@ def _arrays(out: Any) -> list[Any]:
 def _invoke(bound: Any, path: Path, method: str, treedef: Any, rest: Sequence[Any], arrays: Sequence[Any]) -> Any:
     given = iter(arrays)
     args, kwargs = treedef.unflatten([next(given) if x is None else x for x in rest])
-    return getattr(_at(bound, path), method)(*args, **kwargs)
-
-
-def _at(bound: Any, path: Path) -> Any:
-    """The module at a path."""
-    owner = bound
-    for part in path:
-        owner = owner[part] if isinstance(part, int) or not hasattr(owner, str(part)) else getattr(owner, part)
-    return owner
-
-
-_FLAX_OWN = ("_pytree__", "_object__")
-"""How attributes begin that Flax keeps on modules."""
-
-
-def _is_setting(value: Any) -> bool:
-    """Whether an attribute has neither modules nor variables nor arrays in it."""
-    parts = jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, (nnx.Variable, nnx.Pytree)))
-    return not any(is_array(x) or isinstance(x, (nnx.Variable, nnx.Pytree)) for x in parts)
+    return getattr(module_at(bound, path), method)(*args, **kwargs)
 
 
 def calls_model(equation: Equation) -> bool:
@@ -338,6 +300,20 @@ def _nnx_stand_in(cls: type) -> type:
     )
     plain = {name: getattr(cls, name) for name in public if inspect.isfunction(inspect.getattr_static(cls, name))}
     own = {name: noting(name, function) for name, function in plain.items()}
+
+    def missing(self: Any, name: str) -> Any:
+        calls, _, _ = _STANDING.get(id(self), (None, None, ()))
+        if calls is not None and calls.unknown(self, name):
+            raise Transformed
+        return other(self, name)
+
+    def other(self: Any, name: str) -> Any:
+        found = getattr(cls, "__getattr__", None)
+        if found is None:
+            raise AttributeError(f"{cls.__name__!r} object has no attribute {name!r}")
+        return found(self, name)
+
+    own["__getattr__"] = missing
     return type(cls.__name__, (cls,), {**own, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 

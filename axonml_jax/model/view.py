@@ -859,6 +859,7 @@ class NNXFunctional(Functional):
     def __init__(self, graphdef: nnx.GraphDef, streams: PyTree, shapes: Variables):
         self.graphdef, self._streams, self._shapes = graphdef, streams, shapes
         self._make_streams: Callable[[], PyTree] = lambda: with_zeros(streams)
+        self._types: Mapping[str, type] | None = None
 
     @property
     def stacked_dims(self) -> Mapping[str, int]:
@@ -901,16 +902,16 @@ class NNXFunctional(Functional):
 
     def module_types(self) -> Mapping[str, type]:
         """The type of every module by its path."""
+        if self._types is None:
+            model = self.abstract_module
+            self._types = {
+                "/".join(map(str, p)): type(m) for p, m in nnx.iter_graph(model) if isinstance(m, nnx.Module)
+            }
         return self._types
 
     @functools.cached_property
-    def _types(self) -> Mapping[str, type]:
-        modules = ((path, x) for path, x in nnx.iter_graph(self.abstract_module) if isinstance(x, nnx.Module))
-        return {"/".join(map(str, path)): type(module) for path, module in modules}
-
-    @functools.cached_property
     def _has_batch_norm(self) -> bool:
-        return any(issubclass(kind, nnx.BatchNorm) for kind in self._types.values())
+        return any(issubclass(kind, nnx.BatchNorm) for kind in self.module_types().values())
 
     def declares(self, attribute: str) -> bool:
         """Of all its modules."""
