@@ -62,7 +62,8 @@ class Settings:
     def __init__(self, nodes: Iterable[tuple[Path, Any]]):
         self._known = [(path, vars(x), dict(vars(x))) for path, x in nodes if isinstance(x, nnx.Pytree)]
         values = (x for _, _, own in self._known for name, x in own.items() if not name.startswith(_FLAX_OWN))
-        self._contents = [(x, _content(x)) for x in values if _has_content(x)]
+        found = ((x, () if _is_container(x) else tuple(vars(x))) for x in values if _has_content(x))
+        self._contents = [(x, names, _held(x, names)) for x, names in found]
 
     def changed(self, *, variables: bool = True, also: Container[tuple[Path, str]] = ()) -> Changed:
         """What has been set since.
@@ -86,7 +87,7 @@ class Settings:
 
     def same_contents(self) -> bool:
         """Whether lists, mappings and plain objects among them, which copies of the model share, have in them what they had."""
-        return all(_alike(_content(x), before) for x, before in self._contents)
+        return all(_alike(_held(x, names), before) for x, names, before in self._contents)
 
 
 @contextmanager
@@ -158,19 +159,24 @@ def _cell(cell: Any) -> Any:
         return None
 
 
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (list, Mapping, set))
+
+
 def _has_content(value: Any) -> bool:
     """Whether a value can be changed in place: lists, mappings and sets, and objects of a class of the user's."""
-    if isinstance(value, (list, Mapping, set)):
-        return True
     apart = callable(value) or isinstance(value, (nnx.Variable, nnx.Pytree)) or inspect.ismodule(value)
-    return not apart and not is_array(value) and hasattr(value, "__dict__")
+    return _is_container(value) or (not apart and not is_array(value) and hasattr(value, "__dict__"))
+
+
+def _held(value: Any, names: Sequence[str]) -> Any:
+    """A copy of what such a value has in it; of an object under these names, as it may keep more that it works out later."""
+    return _content(value) if _is_container(value) else tuple(_content(vars(value).get(name)) for name in names)
 
 
 def _content(value: Any, depth: int = _DEPTH) -> Any:
-    """A copy of what such a value has in it."""
-    if not depth or not _has_content(value):
-        return value
     if isinstance(value, set):
         return tuple(sorted(value, key=repr))
-    inner = _inner(value)
-    return tuple(_content(x, depth - 1) for x in (_inner(vars(value)) or () if inner is None else inner))
+    if not depth or not isinstance(value, (list, tuple, Mapping)):
+        return value
+    return tuple(_content(x, depth - 1) for x in _inner(value) or ())
