@@ -1,5 +1,6 @@
 """A loss means the whole batch under a plan: losses as people write them against one device, and the rules that make it so."""
 
+import functools
 import itertools
 import sys
 import zlib
@@ -314,6 +315,30 @@ def test_what_a_loss_sets_of_the_models_modules_holds_in_its_calls(loss, plan, c
     np.testing.assert_allclose(trainer.step(batch_of(16))["loss"], wanted, rtol=1e-9)
     moved = jax.tree.map(lambda p, g: p - 0.1 * g, nnx.to_pure_dict(params), nnx.to_pure_dict(grads))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12), parallel.parameters(), moved)
+
+
+class WorkedOut:
+    @functools.cached_property
+    def times(self):
+        return 2.0
+
+
+class Configured(Net):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.config = WorkedOut()
+
+    def __call__(self, x):
+        return super().__call__(x) * self.config.times
+
+
+def test_what_an_object_works_out_in_a_call_is_no_change():
+    loss = lambda net, b: ((net(b["x"]) + net(b["x"])) ** 2 * b["mask"][:, None]).sum() / b["mask"].sum()
+    trainer = ax.parallelize(Configured(nnx.Rngs(0)), mesh_of(data=2), ax.Plan(accumulate=2)).trainer(
+        optax.sgd(0.1), loss
+    )
+    wanted = loss(Configured(nnx.Rngs(0)), batch_of(16))
+    np.testing.assert_allclose(trainer.step(batch_of(16))["loss"], wanted, rtol=1e-9)
 
 
 # Two sweeps
