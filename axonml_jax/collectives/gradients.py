@@ -385,11 +385,7 @@ def _copy_to(x, axes):
     return vary(x, axes)
 
 
-def _copy_to_backward(axes, _, ct):
-    return (jax.lax.psum(ct, axes),)
-
-
-_copy_to.defvjp(lambda x, axes: (vary(x, axes), None), _copy_to_backward)
+_copy_to.defvjp(lambda x, axes: (_copy_to(x, axes), None), lambda axes, _, ct: (_reduce_from(ct, axes),))
 
 
 def reduce_from(x: jax.Array, axes: AxisNames) -> jax.Array:
@@ -407,7 +403,7 @@ def _reduce_from(x, axes):
 
 _reduce_from.defvjp(
     lambda x, axes: (_reduce_from(x, axes), None),
-    lambda axes, _, ct: (vary(ct, axes),),
+    lambda axes, _, ct: (_copy_to(ct, axes),),
 )
 
 
@@ -462,7 +458,7 @@ def _gather_from(x, axes, dim):
 
 _gather_from.defvjp(
     lambda x, axes, dim: (_gather_from(x, axes, dim), None),
-    lambda axes, dim, _, ct: (own_slice(ct, axes, dim),),
+    lambda axes, dim, _, ct: (_split_to(ct, axes, dim),),
 )
 
 
@@ -472,8 +468,8 @@ def _split_to(x, axes, dim):
 
 
 _split_to.defvjp(
-    lambda x, axes, dim: (own_slice(x, axes, dim), None),
-    lambda axes, dim, _, ct: (gather_along(vary(ct, axes), axes, dim, invarying=True),),
+    lambda x, axes, dim: (_split_to(x, axes, dim), None),
+    lambda axes, dim, _, ct: (_gather_from(ct, axes, dim),),
 )
 
 

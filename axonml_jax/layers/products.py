@@ -17,7 +17,6 @@ from axonml_jax.collectives.primitives import (
     require_divisible,
     scatter_sum,
     shift,
-    sum_over,
     vary,
     vary_alike,
 )
@@ -180,14 +179,14 @@ class Border:
     def read(self, x: jax.Array) -> jax.Array:
         """The whole operand. Communicates: one all-gather if it is split."""
         if not self.axes or self.dim is None:
-            return vary(x, self.axes)
+            return copy_to(x, self.axes)
         return gather_whole(x, self.axes, self.dim, invarying=False)
 
     def back(self, grad: jax.Array) -> jax.Array:
         """The gradient of what this rank holds. Communicates: one reduce-scatter if it is split, else one all-reduce."""
         if not self.axes:
             return grad
-        return sum_over(grad, self.axes) if self.dim is None else scatter_sum(grad, self.axes, self.dim)
+        return reduce_from(grad, self.axes) if self.dim is None else scatter_sum(grad, self.axes, self.dim)
 
 
 class Prefetch:
@@ -259,7 +258,7 @@ def ordered(
     """
     rules = _Rules(fn, x_border, weights_border, overlap)
     # Before jax 0.11 a barrier types all of its results as varying over what any operand varies over.
-    axes = varying_axes(x).union(*(varying_axes(leaf) for leaf in jax.tree.leaves(weights)))
+    axes = varying_axes(x).union(weights_border.axes, *(varying_axes(leaf) for leaf in jax.tree.leaves(weights)))
     summed = x_border.axes if x_border.dim is None else ()  # over these `back` sums the gradient of x
     x = vary(x, tuple(sorted(axes.difference(summed))))
     axes = tuple(sorted(axes.union(x_border.axes)))

@@ -251,17 +251,17 @@ def gathered(shard: jax.Array, places: Places) -> jax.Array:
 
 def part_of(whole: jax.Array, places: Places) -> jax.Array:
     """This rank's part of a whole parameter. Communicates: an all-gather of its gradient, but nothing over depth."""
-    return _named_mark(OWN, _part, places)(whole)
+    return _own(places)(whole)
 
 
 def opened(y: jax.Array, axis: str) -> jax.Array:
     """A layer's output of which every rank of an axis keeps a part."""
-    return _named_mark(OPENED + axis, _same, ())(y)
+    return _border(OPENED, CLOSED, axis)(y)
 
 
 def closed(x: jax.Array, axis: str) -> jax.Array:
     """What another layer takes so."""
-    return _named_mark(CLOSED + axis, _same, ())(x)
+    return _border(CLOSED, OPENED, axis)(x)
 
 
 def _gather(shard: jax.Array, places: Places) -> jax.Array:
@@ -281,6 +281,30 @@ def _part(whole: jax.Array, places: Places) -> jax.Array:
 
 def _same(x: jax.Array, places: Places) -> jax.Array:
     return x
+
+
+# A loss may differentiate the model by itself: a derivative of a `jit` keeps its name, so what that is is said here.
+
+
+@functools.cache
+def _border(name: str, opposite: str, axis: str) -> Callable[[jax.Array], jax.Array]:
+    mark = jax.custom_vjp(_named_mark(name + axis, _same, ()))
+    mark.defvjp(lambda x: (mark(x), None), lambda _, ct: (_border(opposite, name, axis)(ct),))
+    return mark
+
+
+@functools.cache
+def _own(places: Places) -> Callable[[jax.Array], jax.Array]:
+    mark = jax.custom_vjp(_named_mark(OWN, _part, places))
+    mark.defvjp(lambda x: (mark(x), x), lambda x, ct: jax.vjp(functools.partial(_part, places=places), x)[1](ct))
+    return mark
+
+
+def _mark(equation: Equation) -> str:
+    """The name of a marked call, which says its derivative besides or does not."""
+    called = equation.called if equation.name == "custom_vjp_call" else None
+    inside = called.equations if called is not None else ()
+    return inside[0].op.label if len(inside) == 1 else equation.op.label
 
 
 @functools.cache
@@ -489,7 +513,7 @@ class _Level:
         return run_program(program, values, self._at)
 
     def _at(self, equation: Equation, given: list[Any]) -> Sequence[Any]:
-        op, name = equation.op, equation.op.label
+        op, name = equation.op, _mark(equation)
         if name.startswith(OPENED):
             return [Part(_read(given[0]), name.removeprefix(OPENED))]
         if name.startswith((CLOSED, GATHERED)):
@@ -578,7 +602,7 @@ def _scanned(equation: Equation, body: Program, given: list[Any], losses: WholeL
 
 def _has_marks(program: Program) -> bool:
     """Whether layers leave outputs split within a body."""
-    return any(each.op.label.startswith(OPENED) or any(map(_has_marks, each.bodies)) for each in program.equations)
+    return any(_mark(each).startswith(OPENED) or any(map(_has_marks, each.bodies)) for each in program.equations)
 
 
 def _read(value: Any) -> Any:
