@@ -269,6 +269,19 @@ def test_a_loss_of_a_part_of_the_logits_is_refused_and_one_of_all_is_that_of_one
             np.testing.assert_allclose(several.step(batch)["loss"], expected, rtol=1e-9)
 
 
+@BOTH
+def test_targets_that_the_loss_makes_are_those_of_a_ranks_rows(check_vma):
+    x = np.random.default_rng(0).normal(size=(8, 8))
+    targets = lambda logits: jnp.arange(len(logits)) % 12
+
+    def loss(model, x):
+        return ax.vocab_parallel_cross_entropy(logits := model(x), targets(logits)).mean()
+
+    expected = optax.softmax_cross_entropy_with_integer_labels(logits := Split()(x), targets(logits)).mean()
+    trainer = ax.DDP(Split(), mesh_of(data=2, tensor=2), check_vma=check_vma).trainer(optax.sgd(0.1), loss)
+    np.testing.assert_allclose(trainer.step(x)["loss"], expected, rtol=1e-9)
+
+
 def test_a_part_is_refused_beside_layers_that_were_swapped():
     mesh, loss, x = (
         mesh_of(data=2, tensor=2),

@@ -653,12 +653,13 @@ def _is_swapped(layer: Any) -> bool:
     return WHOLE in layer.kernel.get_metadata()
 
 
-def reading_whole(fun: Callable, model: Functional, variables: Variables, *args: Any) -> Any:
+def reading_whole(fun: Callable, model: Functional, trains: bool, variables: Variables, *args: Any) -> Any:
     """`fun(variables, *args)`, to which the split parameters of swapped layers are whole, inside `shard_map`.
 
     Args:
       fun: returns a pytree; leaves that are no arrays are handed through.
       model: whose variables they are.
+      trains: whether a loss that it returns is differentiated.
       variables: as one rank reads them.
       *args: pytrees of arrays.
 
@@ -667,7 +668,7 @@ def reading_whole(fun: Callable, model: Functional, variables: Variables, *args:
     """
     places, swapped = _split(model) if bound(LAYER_AXES) else ({}, set())
     if not swapped:
-        return _checked(fun, places, variables, *args)
+        return _checked(fun, places, trains, variables, *args)
     leaves, treedef, found = _with_places(places, variables, args)
     own = [at if path_name(path[1:]) in swapped else () for (path, _), at in zip(leaves, found, strict=True)]
     named: dict[int, str] = {}  # of a loss's numbers, by their places among the results
@@ -696,8 +697,8 @@ def reading_whole(fun: Callable, model: Functional, variables: Variables, *args:
     return run_traced(on_wholes, on_shards, *given, read=marked_program)
 
 
-def _checked(fun: Callable, places: Mapping[str, Places], variables: Variables, *args: Any) -> Any:
-    """`fun(variables, *args)`; a loss of parts that is given the whole is refused, and one made of a part alone."""
+def _checked(fun: Callable, places: Mapping[str, Places], trains: bool, variables: Variables, *args: Any) -> Any:
+    """`fun(variables, *args)`; refused are losses of parts that get the whole, of a part alone, and with wrong gradients."""
     with recorded() as seen:
         out = fun(variables, *args)
     whole = _losses(out) if places else {}
@@ -715,9 +716,43 @@ def _checked(fun: Callable, places: Mapping[str, Places], variables: Variables, 
     if seen:
         WholeLosses(marked_program(jaxpr), given).refuse()
     if whole:
-        differ = differing(read_program(jaxpr), given, lambda *_: None)
-        _refuse_parts(dict(zip(whole, differ, strict=False)))  # what else it returns is behind them
+        program = read_program(jaxpr)
+        _refuse_parts(
+            dict(zip(whole, differing(program, given, lambda *_: None), strict=False))
+        )  # the rest is behind them
+        if trains:
+            _refuse_gradients(program, given, len(jax.tree.leaves(variables.params)), next(iter(whole.values())))
     return out
+
+
+def _refuse_gradients(program: Program, given: Sequence[Axes], trained: int, loss: jax.Array) -> None:
+    """Refuse a loss whose gradients are not complete along the axes that layers split.
+
+    Args:
+      program: returns it first.
+      given: over which axes each input may differ.
+      trained: how many of the inputs are trained; they come first.
+      loss: itself.
+
+    Raises:
+      ValueError: with all lines and the remedy.
+    """
+    from axonml_jax.layers.entering import AXES, faults
+
+    if types_are_checked(next(iter(bound(LAYER_AXES)))):  # JAX's own types say how gradients are summed
+        typed = sorted(AXES & varying_axes(loss))
+        said = [
+            f"check_vma=True: the loss is typed as differing over {typed}: take gather_from for an all_gather"
+        ] * bool(typed)
+    else:
+        said = faults(program, given, [k < trained for k in range(len(given))])[0]
+    if said:
+        raise ValueError(
+            "the loss, or a layer, has wrong gradients along mesh axes over which layers split their parameters:\n  "
+            + "\n  ".join(said)
+            + "\n(copy_to, split_to, reduce_from and gather_from are in axonml_jax.collectives.gradients; "
+            "docs/guides/extending.md says where each belongs)"
+        )
 
 
 def _losses(out: Any) -> dict[str, jax.Array]:

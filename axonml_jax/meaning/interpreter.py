@@ -230,10 +230,15 @@ def _called(run: Interpreter, equation: Equation, given: Sequence[Value]) -> lis
 
 
 def _named(run: Interpreter, equation: Equation, given: Sequence[Value]) -> list[Value]:
-    """A named call, made again on this rank's part, or on whole values where more than rows go through it."""
+    """A named call, made again on this rank's part, or on whole values where more than rows go through it.
+
+    Its last two operands have the same rows: where one is split along them and the other is whole, both are split.
+    """
     named, watching = named_call(equation.op), Watching(run.ranks.groups)
     assert named is not None and equation.called is not None
-    places, arrays = _settled(run, given)
+    places = [run.following.settled(value.places) for value in given]
+    places[-2:] = [tuple(a or b for a, b in zip(*pair, strict=True)) for pair in (places[-2:], places[:-3:-1])]
+    arrays = [run.ranks.settled(value, at) for value, at in zip(given, places, strict=True)]
     made = watching.program(equation.called, places)
     if watching.moved:
         arrays = [run.ranks.settled(value, run.following.none) for value in given]

@@ -517,7 +517,13 @@ def parts_of(
 
 
 def reading(
-    fun: Callable[..., Any], model: Functional, placement: Placement, precision: Precision, *, rewrites: bool = True
+    fun: Callable[..., Any],
+    model: Functional,
+    placement: Placement,
+    precision: Precision,
+    *,
+    rewrites: bool = True,
+    trains: bool = False,
 ) -> Callable[..., Any]:
     """A function of the model's variables with all around it that a plan and the model ask for, the innermost first.
 
@@ -529,6 +535,7 @@ def reading(
       placement: the plan on its mesh.
       precision: of the model's mode.
       rewrites: whether strategies that leave axes to XLA's partitioner rewrite it (`LeftToXLA.rewritten`).
+      trains: whether a loss that it returns is differentiated.
     """
     fun = reading_users(fun, model, placement)
     for axis, strategy in placement.plan.on(placement.degrees).items() if rewrites and placement.left else ():
@@ -538,7 +545,7 @@ def reading(
     if placement.ranks(placement.axes.layers) > 1:
         from axonml_jax.layers.whole import reading_whole
 
-        fun = partial(reading_whole, fun, model)
+        fun = partial(reading_whole, fun, model, trains)
     if model.adapters:
         from axonml_jax.layers.adapters import reading_adapted
 

@@ -282,7 +282,7 @@ def no_calls(op: Operation, inputs: Sequence[Atom]) -> bool:
 
 @dataclass(frozen=True)
 class NamedCall:
-    """A `jit` whose equation is known by its name, and made again on operands of other sizes.
+    """A `jit` whose equation is known by its name, and made again on operands of other sizes; the last two have the same rows.
 
     Attributes:
       call: makes it.

@@ -50,12 +50,13 @@ def differing(program: Program, given: Sequence[Axes], visit: Callable[[Equation
     def rule(equation: Equation, operands: list[Axes]) -> Sequence[Axes]:
         visit(equation, operands)
         inside = through(equation, operands, rule, operator.or_, SAME)
-        return _made(equation, operands) if inside is None else inside
+        return made_over(equation, operands) if inside is None else inside
 
     return results(program, given, rule, SAME)
 
 
-def _made(equation: Equation, operands: list[Axes]) -> list[Axes]:
+def made_over(equation: Equation, operands: list[Axes]) -> list[Axes]:
+    """Over which axes each result of an equation without a body may differ."""
     rule, axes, found = rule_of(equation.name), frozenset(equation.op.mesh_axes), SAME.union(*operands)
     if rule.passes:
         return operands

@@ -299,7 +299,7 @@ class EvalStep:
         """`alike`: the axes along which all ranks have the same rows."""
         self.placement, self.rest, self.mesh, self._alike = placement, rest_of(placement), mesh, alike
         self._given, self._weighted = (model, loss_fn, accept), {}
-        objective = objective_of(model, loss_fn, placement, training=False)
+        objective = objective_of(model, loss_fn, placement, training=False, gradients=False)
         self.objective = replace(objective, loss_fn=self._noting)
         self._compiled = Compiled(self._mapped, mesh, accept, compiler_options=compiler_options(placement, mesh))
 

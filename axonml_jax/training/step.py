@@ -210,16 +210,17 @@ def objective_of(
     *,
     sync: bool = True,
     trains: bool = False,
+    gradients: bool = True,
 ) -> Objective:
     """A loss function on a model, as it runs under a plan; of every rank's own rows without `sync`.
 
-    With `trains` it is refused where nothing that is trained reaches it.
+    With `trains` it is refused where nothing that is trained reaches it, with `gradients` where layers give it wrong ones.
     """
     mode, whole = forward_mode(placement, training), whole_batch(placement, loss_fn) if sync else None
     whole = whole and replace(whole, trains=trains)
     if placement.plan.draws == "rows":
         refuse_draws_by_rows(placement, whole)
-    read = partial(reading, model=model, placement=placement, precision=mode.precision)
+    read = partial(reading, model=model, placement=placement, precision=mode.precision, trains=gradients)
     placed = partial(reading_users, model=model, placement=placement)
     return Objective(model, loss_fn, mode, placement.axes.positions, placement.inside, read, whole, trains, placed)
 

@@ -1,0 +1,121 @@
+"""Where a loss's program enters what layers split, or leaves it, without a collective that carries the gradient.
+
+With `check_vma=True` JAX sums the gradient of a value that is the same on every rank where it meets one that differs, and
+the transpose of a `psum` sums nothing. With `check_vma=False` it does neither: a rank's gradient is then a part of the
+right one, or as many times it as there are ranks (docs/adr/0002). This finds both in a traced program.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
+
+import jax.numpy as jnp
+
+from axonml_jax.mesh.axes import BATCH_AXES, LAYER_AXES
+from axonml_jax.program.program import Equation, Program, results, rule_of, through
+from axonml_jax.program.values import SAME, Axes, differing, made_over
+
+AXES: Axes = frozenset(LAYER_AXES).difference(BATCH_AXES)
+"""The axes that split layers and nothing else: a rank's gradient is taken as complete along them."""
+
+Fault = tuple[str, str]
+"""A mesh axis, and what is wrong along it."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What is known of a value.
+
+    Attributes:
+      trained: whether it is differentiated.
+      differs: the axes that it may differ over.
+      entire: those over which its gradient must be whole on every rank, as that of a parameter that is not split.
+      joined: bare collectives that it comes from, whose transposes take parts of a gradient.
+      faults: what is wrong on the way to it.
+    """
+
+    trained: bool = False
+    differs: Axes = SAME
+    entire: Axes = SAME
+    joined: frozenset[Fault] = frozenset()
+    faults: frozenset[Fault] = frozenset()
+
+    def __or__(self, other: "Flow") -> "Flow":
+        return Flow(*(getattr(self, name) | getattr(other, name) for name in self.__dataclass_fields__))
+
+
+def faults(program: Program, given: Iterable[Axes], trained: Iterable[bool]) -> list[list[str]]:
+    """What is wrong with the gradient of each result, with the user's lines and the remedy; [] is nothing.
+
+    Args:
+      program: a traced loss, in a `shard_map` with `check_vma=False`.
+      given: over which axes each input differs.
+      trained: which inputs are differentiated.
+    """
+    flows = [Flow(does, axes, AXES - axes if does else SAME) for axes, does in zip(given, trained, strict=True)]
+    made = results(program, flows, _rule, Flow())
+    return [sorted({said for _, said in flow.joined | flow.faults}) for flow in made]
+
+
+def _rule(equation: Equation, operands: list[Flow]) -> list[Flow]:
+    if equation.name == "custom_vjp_call" and equation.called is not None:
+        made = _of_own_gradient(equation.called, operands)
+    else:
+        made = through(equation, operands, _rule, Flow.__or__, Flow()) or _of_jax(equation, operands)
+    stops = equation.name == "stop_gradient"
+    floats = [jnp.issubdtype(aval.dtype, jnp.inexact) and not stops for aval in equation.op.made]
+    return [flow if does else Flow(differs=flow.differs) for flow, does in zip(made, floats, strict=True)]
+
+
+def _of_own_gradient(called: Program, operands: list[Flow]) -> list[Flow]:
+    """The results of a call that says its gradient: right by itself, as `copy_to` and `reduce_from` are."""
+    talks: set[str] = set()
+    over = differing(called, [flow.differs for flow in operands], lambda each, _: talks.update(each.op.mesh_axes))
+    found = reduce(or_, operands, Flow())
+    return [
+        Flow(
+            found.trained,
+            differs,
+            # What is handed through may enter there: then its gradient is of parts.
+            SAME
+            if atom in called.inputs
+            else (found.entire | (found.differs - differs if found.trained else SAME)) - differs,
+            frozenset(fault for fault in found.joined if fault[0] not in differs | talks),
+            found.faults,
+        )
+        for atom, differs in zip(called.outputs, over, strict=True)
+    ]
+
+
+def _of_jax(equation: Equation, operands: list[Flow]) -> list[Flow]:
+    """The results of an equation that JAX differentiates."""
+    rule, over = rule_of(equation.name), made_over(equation, [flow.differs for flow in operands])
+    if rule.passes:
+        return [replace(flow, differs=axes) for flow, axes in zip(operands, over, strict=True)]
+    found = reduce(or_, operands, Flow())
+    differs = over[0] if over else SAME
+    over_axes = AXES.intersection(equation.op.mesh_axes)
+    # The transpose of a gather sums the ranks' slices of a gradient.
+    parts = differs | over_axes if rule.sends is not None and rule.sends[0] == "all_gather" else differs
+    enters = {axis for flow in operands for axis in flow.entire & parts}
+    leaves = {axis for flow in operands if flow.trained for axis in (flow.differs & over_axes) - differs}
+    joined = {fault for fault in found.joined if fault[0] not in differs}
+    joined.update((axis, _LEAVES.format(name=equation.name, line=_line(equation), axis=axis)) for axis in leaves)
+    wrong = {(axis, _ENTERS.format(name=equation.name, line=_line(equation), axis=axis)) for axis in enters}
+    made = Flow(found.trained, differs, found.entire - differs - leaves, frozenset(joined), found.faults | wrong)
+    return [made] * len(over)
+
+
+_ENTERS = (
+    "{name}{line} takes a trained value that is the same on all ranks of {axis!r} beside one that is not, so that each rank "
+    "has a part of its gradient: give it copy_to(value, {axis!r}), or split_to for a rank's slice"
+)
+_LEAVES = (
+    "the transpose of {name} over {axis!r}{line} sums the ranks' gradients, which are the same: take reduce_from in the place "
+    "of a psum, gather_from in the place of an all_gather"
+)
+
+
+def _line(equation: Equation) -> str:
+    return f" ({equation.op.line})" if equation.op.line else ""
