@@ -139,6 +139,21 @@ class Asked:
         batch = [jax.ShapeDtypeStruct(size, _dtype(x)) for size, x in zip(sizes, leaves, strict=True)]
         return jax.tree.map(shape, self.variables), shape(self.key), treedef.unflatten(batch)
 
+    def in_halves(self) -> "Asked | None":
+        """The same batch in two parts, where ranks have one row each, whose programs are others; None: they have several."""
+        if len(self.groups) > 1 or self.groups[0].ranks % 2 or self.groups[0].ranks == 2:
+            return None
+        halves = (self.groups[0]._replace(ranks=2),)
+        leaves, treedef = jax.tree.flatten(self.batch)
+        places = self.batch_places()
+        if all(_shape(x)[at.dim] > 1 for (_, (at,)), x in zip(places, leaves, strict=True) if isinstance(at, Split)):
+            return None
+        batch = [
+            jax.ShapeDtypeStruct(local_shape(whole, at, halves), _dtype(x))
+            for (whole, at), x in zip(places, leaves, strict=True)
+        ]
+        return replace(self, groups=halves, batch=treedef.unflatten(batch))
+
     def typed(self, x: Any, like: Any) -> Any:
         """An array of a trace, typed as varying over the axes that are not the batch's where another is."""
         return vary(x, tuple(varying_axes(like) - set(self.typed_axes))) if isinstance(like, jax.Array) else x

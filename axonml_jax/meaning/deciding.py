@@ -23,10 +23,11 @@ from axonml_jax.program.program import Atom, among, made_by
 ROWS, INLINED = "rows", "inlined"
 
 MAPPED = (
-    "the loss differentiates or maps the model, changes its modules (in more than settings), or calls it in a "
-    "way whose shapes do not tell how its results are split, and it is not known what that means for the whole batch in "
-    "microbatches, where positions are split, or where layers split their parameters: take sizes from the batch (x.shape), or "
-    "return ax.WeightedMean(total, weight), two sums over the rows (and positions) that the loss is given"
+    "the loss differentiates or maps the model, changes its modules (in more than settings), has it return a number of many "
+    "rows that is no mean of them, or calls it in a way whose shapes do not tell how its results are split, and it is not "
+    "known what that means for the whole batch in microbatches, where positions are split, or where layers split their "
+    "parameters: let the model return rows, take sizes from the batch (x.shape), or return ax.WeightedMean(total, weight), "
+    "two sums over the rows (and positions) that the loss is given"
 )
 
 
@@ -89,6 +90,8 @@ def decided(asked: Asked, *, in_layers: bool, trains: bool) -> Decided | str:
         raise failed from None
     if trains:
         _refuse_unread(asked, whole)
+    if local is not None and _makes_numbers(asked, whole, local):
+        return _inlined_decision(asked, in_layers)
     if talks(whole.program, asked.axes):
         return ROWS
     if _has_positions(asked):
@@ -96,6 +99,23 @@ def decided(asked: Asked, *, in_layers: bool, trains: bool) -> Decided | str:
     if local is not None and is_plain_mean(local, whole, asked.places(), asked.groups):
         return ROWS
     return Decided(whole, (local.noted if local is not None else calls_alone(asked, whole, 0),), failed=failed)
+
+
+def _makes_numbers(asked: Asked, whole: Traced, local: Traced) -> bool:
+    """Whether the model itself returns what is known to be no mean of the ranks' numbers."""
+    pairs = lambda part: (
+        (a, b) for a, b in zip(whole.noted, part.noted, strict=False) if a.alike(b) and a.returns_numbers(b)
+    )
+    if not any(pairs(local)) or not asked.mode.batch_norm_axes:
+        return False  # statistics of a rank's rows say so themselves
+    from axonml_jax.meaning.numbers import mixes_rows
+
+    if (halves := asked.in_halves()) is not None:
+        try:
+            asked, local = halves, halves.traced(halves.everywhere)
+        except Exception:
+            return False  # the loss goes with these numbers of rows alone
+    return any(mixes_rows(a, b, asked.groups) for a, b in pairs(local))
 
 
 def _inlined_decision(asked: Asked, in_layers: bool) -> str:

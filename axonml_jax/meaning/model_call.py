@@ -71,6 +71,11 @@ class Call:
         same = same and self.changed == other.changed and len(self.set) == len(other.set)
         return same and count(self) == count(other) and all(map(Attribute.same, self.set, other.set))
 
+    def returns_numbers(self, other: "Call") -> bool:
+        """Whether it returns an array that has the same shape at other rows."""
+        returned = self.out_rest.count(None)
+        return any(a.shape == b.shape for a, b in zip(self.made[:returned], other.made[:returned], strict=True))
+
     def followed(self, given: Sequence[Places], groups: Sequence[Group]) -> list[Places]:
         """The places of its results as the model's own operations make them of its operands."""
         program, following = read_program(self.traced, all_but_named), Following(groups)

@@ -64,7 +64,7 @@ def is_plain_mean(local: Any, whole: Any, places: Sequence[Places], groups: Sequ
         return False
     if not all(a.alike(b) for a, b in zip(local.noted, whole.noted, strict=True)):
         return False
-    walk = _Walk(groups)
+    walk = Walk(groups)
     try:
         found = walk.program(whole.program, local.program, [Known(each) for each in places])
         loss, _ = whole.out_tree.unflatten(found)
@@ -74,7 +74,9 @@ def is_plain_mean(local: Any, whole: Any, places: Sequence[Places], groups: Sequ
         return False
 
 
-class _Walk:
+class Walk:
+    """Two traces, side by side, for these groups of ranks."""
+
     def __init__(self, groups: Sequence[Group]):
         self.groups, self.in_derivative = groups, False
         ranks = 1
@@ -150,6 +152,8 @@ class _Walk:
         (group,), found = self.groups, []
         for a, b in zip(equation.op.made, own.op.made, strict=True):
             place = place_of(a.shape, b.shape, group)
+            if place is None and not np.issubdtype(a.dtype, np.inexact):
+                raise NotProven  # a count has no mean
             found.append(Known((SUM,), self.parts) if place is None else Known((place,)))
         return found
 
@@ -171,7 +175,7 @@ class _Walk:
         """A call: the same inside, and the same derivatives where it has its own; these may not go over ranks."""
         inside = lambda each: each.called if each.called is not None else each.body
         custom = equation.name.startswith("custom_")
-        if custom and any(known.is_sum for known in given):
+        if custom and not self.in_derivative and any(known.is_sum for known in given):
             raise NotProven
         made = self.program(inside(equation), inside(own), given)
         if custom and not self.in_derivative:  # a step differentiates once

@@ -1,0 +1,92 @@
+"""Numbers that the model makes of several rows by itself, such as a loss that is a method of it: means of the ranks', or not.
+
+Of a call of the model shapes alone are known, and a number without rows is taken as the mean of the ranks'. Here its traces at
+both shapes are walked side by side (`plain_mean.py`). What is known to be no such mean, as a sum, a masked mean or a maximum,
+is then taken with the model's own code. Where a step of the way is not known, nothing is said.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from axonml_jax.meaning.following import Following
+from axonml_jax.meaning.model_call import Call, Unclear, places_of
+from axonml_jax.meaning.places import Group, Split
+from axonml_jax.meaning.plain_mean import Known, NotProven, Walk
+from axonml_jax.program.program import Equation, all_but_named, is_elementwise, read_program, rule_of
+
+UNKNOWN, MIXED = Known(()), Known(())
+"""Not known; and known to be made of several rows, but no sum over ranks. Both are told apart by identity."""
+
+
+def mixes_rows(whole: Call, local: Call, groups: Sequence[Group]) -> bool:
+    """Whether a call returns a number without rows that is known to be no mean of the ranks'.
+
+    Args:
+      whole, local: the call, noted at the whole batch's shapes and at a rank's.
+      groups: the groups of ranks.
+    """
+    pairs = list(zip(whole.made, local.made, strict=True))[: whole.out_rest.count(None)]
+    numbers = [k for k, (a, b) in enumerate(pairs) if a.shape == b.shape]
+    if not numbers or whole.traced is None or local.traced is None:
+        return False
+    walk = _Numbers(groups)
+    try:
+        of_all, of_rank = (read_program(each.traced, all_but_named) for each in (whole, local))
+        rows = [walk.placed(a.shape, b.shape) for a, b in zip(whole.given, local.given, strict=True)]
+        fixed = [Known((None,) * len(groups))] * (len(of_all.inputs) - len(rows))
+        found = walk.program(of_all, of_rank, [*fixed, *rows])
+    except (NotProven, Unclear):
+        return False
+    return any(found[k] is MIXED or (found[k].is_sum and found[k].factor != walk.parts) for k in numbers)
+
+
+class _Numbers(Walk):
+    """Goes on beside what is not known."""
+
+    def placed(self, whole: Sequence[int], own: Sequence[int]) -> Known:
+        """What has rows where its shapes differ."""
+        return Known(tuple(places_of(whole, own, self.groups)))
+
+    def _equation(self, equation: Equation, own: Equation, given: list[Known]) -> list[Known]:
+        for each in (UNKNOWN, MIXED):
+            if any(known is each for known in given):
+                return [each] * len(equation.outputs)
+        try:
+            if rule_of(equation.name).kind == "random":  # every shard draws its rows' own
+                pairs = zip(equation.op.made, own.op.made, strict=True)
+                return [self.placed(np.shape(a), np.shape(b)) for a, b in pairs]
+            if equation.op.scan is not None and own.op.scan is not None:
+                return self._scan(equation, own, given)
+            return super()._equation(equation, own, given)
+        except (NotProven, Unclear):
+            mixed = any(known.is_sum for known in given) and is_elementwise(equation.name)
+            mixed |= rule_of(equation.name).total in ("max", "min") and any(given[0].places)
+            return [MIXED if mixed else UNKNOWN] * len(equation.outputs)
+
+    def _scan(self, equation: Equation, own: Equation, given: list[Known]) -> list[Known]:
+        """A loop, where a trip leaves what it carries as it was; what starts as zeros may carry rows."""
+        scan, following = equation.op.scan, Following(self.groups)
+        split = [
+            known for known in given[scan.first_scanned :] if any(at.dim == 0 for at in known.places if _is_split(at))
+        ]
+        if split or scan.options | {"length": 0} != own.op.scan.options | {"length": 0} or any(k.is_sum for k in given):
+            raise NotProven
+        consts, carry = given[: scan.num_consts], given[scan.num_consts : scan.first_scanned]
+        slices = [Known(following.sliced(known.places)) for known in given[scan.first_scanned :]]
+        for _ in range(2):
+            made = self.program(equation.body, own.body, [*consts, *carry, *slices])
+            if made[: scan.num_carry] == carry:
+                stacked = [Known(tuple(map(_stacked, known.places))) for known in made[scan.num_carry :]]
+                return [*carry, *stacked]
+            carry = made[: scan.num_carry]
+        raise NotProven
+
+
+def _is_split(place: Any) -> bool:
+    return isinstance(place, Split)
+
+
+def _stacked(place: Any) -> Any:
+    return place._replace(dim=place.dim + 1) if _is_split(place) else place

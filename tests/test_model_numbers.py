@@ -1,0 +1,162 @@
+"""A model that returns numbers of several rows, such as its own loss: the whole batch's, or refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from meshes import mesh_of
+
+import axonml_jax as ax
+
+CE = optax.softmax_cross_entropy_with_integer_labels
+RNG = np.random.default_rng(0)
+BATCH = {
+    "x": RNG.normal(size=(8, 6)).astype("f"),
+    "y": RNG.integers(0, 4, 8),
+    "m": np.array([1, 1, 1, 1, 1, 0, 1, 0], "f"),
+}
+
+
+def masked(logits, b):
+    return (CE(logits, b["y"]) * b["m"]).sum() / b["m"].sum()
+
+
+def switched(logits, b):
+    """A mean, and the load of each class times its mean probability, as routers have it."""
+    p = jax.nn.softmax(logits)
+    load = jax.nn.one_hot(logits.argmax(-1), 4).mean(0)
+    return CE(logits, b["y"]).mean() + (load * p.mean(0)).sum()
+
+
+INSIDE = {
+    "mean": lambda logits, b: CE(logits, b["y"]).mean(),
+    "masked mean": masked,
+    "sum": lambda logits, b: CE(logits, b["y"]).sum(),
+    "root of a mean": lambda logits, b: jnp.sqrt((CE(logits, b["y"]) ** 2).mean()),
+    "worst": lambda logits, b: CE(logits, b["y"]).max(),
+    "switched": switched,
+    "by a number": lambda logits, b: CE(logits, b["y"]).sum() / 8,
+}
+
+
+class Net(nnx.Module):
+    def __init__(self, inside, blocks=2, scanned=False):
+        rngs = nnx.Rngs(0)
+        make = lambda rngs: nnx.Linear(6, 6, rngs=rngs)
+        self.scanned, self.inside, self.head = scanned, inside, nnx.Linear(6, 4, rngs=rngs)
+        if scanned:
+            self.blocks = nnx.vmap(make, in_axes=0)(rngs.split(blocks))
+        else:
+            self.blocks = nnx.List([make(rngs) for _ in range(blocks)])
+
+    def __call__(self, x):
+        if self.scanned:
+            step = nnx.scan(lambda x, block: jnp.tanh(block(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            return self.head(step(x, self.blocks))
+        for block in self.blocks:
+            x = jnp.tanh(block(x))
+        return self.head(x)
+
+    def loss(self, b):
+        return self.inside(self(b["x"]), b)
+
+    def hits(self, b):
+        return (self(b["x"]).argmax(-1) == b["y"]).sum()
+
+
+class LinenNet(linen.Module):
+    inside: object
+
+    def setup(self):
+        self.first, self.head = linen.Dense(6), linen.Dense(4)
+
+    def __call__(self, x):
+        return self.head(jnp.tanh(self.first(x)))
+
+    def loss(self, b):
+        return self.inside(self(b["x"]), b)
+
+    def hits(self, b):
+        return (self(b["x"]).argmax(-1) == b["y"]).sum()
+
+
+def nnx_loss(model, b):
+    return model.loss(b), {"hits": model.hits(b)}
+
+
+def linen_loss(model, b):
+    return model(b, method="loss"), {"hits": model(b, method="hits")}
+
+
+def one_device(kind, inside):
+    """Three steps' losses and counts, of the user's functions plainly called."""
+    if kind == "linen":
+        module = LinenNet(inside)
+        params = module.init(jax.random.key(0), BATCH["x"])["params"]
+        call = lambda params, name: module.apply({"params": params}, BATCH, method=name)
+    else:
+        graph, params = nnx.split(Net(inside, scanned=kind == "scanned"))
+        call = lambda params, name: getattr(nnx.merge(graph, params), name)(BATCH)
+    found = []
+    for _ in range(3):
+        value, grads = jax.value_and_grad(call)(params, "loss")
+        found.append((float(value), int(call(params, "hits"))))
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    return found
+
+
+def trainer_of(kind, inside, facade, degrees, **options):
+    if kind == "linen":
+        module = LinenNet(inside)
+        variables = module.init(jax.random.key(0), BATCH["x"])
+        return facade(module, mesh_of(**degrees), params=variables, **options), linen_loss
+    return facade(Net(inside, scanned=kind == "scanned"), mesh_of(**degrees), **options), nnx_loss
+
+
+def steps(model, loss, **options):
+    trainer = model.trainer(optax.sgd(0.1), loss, **options)
+    return [(float(m["loss"]), float(m["hits"])) for m in (trainer.step(BATCH) for _ in range(3))]
+
+
+CASES = [
+    (name, kind, plan, False) for name in INSIDE for kind in ("nnx", "scanned", "linen") for plan in ("ddp", "fsdp")
+]
+CASES += [(name, kind, "fsdp", True) for name in ("mean", "masked mean") for kind in ("nnx", "linen")]
+PLANS = {"ddp": (ax.DDP, {"data": 4}), "fsdp": (ax.FSDP, {"data": 2, "fsdp": 2})}
+
+
+@pytest.mark.parametrize(("name", "kind", "plan", "check_vma"), CASES)
+def test_a_loss_inside_the_model_is_that_of_one_device(name, kind, plan, check_vma):
+    facade, degrees = PLANS[plan]
+    model, loss = trainer_of(kind, INSIDE[name], facade, degrees, check_vma=check_vma)
+    np.testing.assert_allclose(steps(model, loss), one_device(kind, INSIDE[name]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_in_microbatches_and_beside_split_layers_what_is_no_mean_is_refused(name):
+    alone = lambda model, b: model.loss(b)
+    layers = {"data": 2, "tensor": 2}
+    tensor = Net(INSIDE[name])
+    ax.auto_parallelize(tensor, mesh_of(**layers))
+    plans = [
+        (ax.DDP(Net(INSIDE[name]), mesh_of(data=4)), {"accumulate": 2}),
+        (ax.DDP(tensor, mesh_of(**layers)), {}),
+    ]
+    for model, options in plans:
+        trainer = model.trainer(optax.sgd(0.1), alone, **options)
+        if name == "mean":
+            np.testing.assert_allclose(trainer.step(BATCH)["loss"], one_device("nnx", INSIDE[name])[0][0], rtol=1e-5)
+            continue
+        with pytest.raises(
+            ValueError, match=r"return a number of many rows that is no mean of them.*let the model return rows"
+        ):
+            trainer.step(BATCH)
+
+
+def test_a_proven_mean_stays_one_call_of_the_model():
+    of = lambda name: str(
+        ax.DDP(Net(INSIDE[name]), mesh_of(data=4)).trainer(optax.sgd(0.1), lambda m, b: m.loss(b)).trace(BATCH).jaxpr
+    ).count("psum")
+    assert of("mean") < of("masked mean")
