@@ -57,3 +57,31 @@ def test_several_rates_are_listed():
         assert trainer_of(tx).lr
     same = optax.multi_transform({"0": slow, "1": slow}, labels)
     assert trainer_of(same).lr == 0.5
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_rate_that_is_set_is_that_of_the_next_steps(plan):
+    trainer, batch = (
+        trainer_of(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), plan),
+        np.ones((2, 2), np.float32),
+    )
+    values = lambda: jax.tree.map(np.array, trainer.model.state_dict())
+    trainer.step(batch)
+    trainer.lr = 0.0
+    before = values()
+    trainer.step(batch)
+    assert trainer.lr == 0.0
+    jax.tree.map(np.testing.assert_array_equal, values(), before)
+    trainer.lr = 0.1
+    trainer.step(batch)
+    assert any(np.any(a != b) for a, b in zip(values().values(), before.values(), strict=True))
+    trainer.opt_state.hyperparams["learning_rate"] = 0.0
+    with pytest.raises(ValueError, match=r"is a copy.*trainer\.lr = "):
+        trainer.step(batch)
+    trainer.step(batch)
+
+
+def test_a_rate_that_a_schedule_makes_is_not_set():
+    trainer = trainer_of(optax.inject_hyperparams(optax.sgd)(learning_rate=SCHEDULE))
+    with pytest.raises(ValueError, match="follows a schedule"):
+        trainer.lr = 0.1

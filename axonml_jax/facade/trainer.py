@@ -60,7 +60,7 @@ from axonml_jax.training.run_state import (
     variables_of,
     with_new_average,
 )
-from axonml_jax.training.state import TrainState, injected_rate
+from axonml_jax.training.state import TrainState, hyperparameters, injected_rate, with_rate
 
 if TYPE_CHECKING:  # what models and trainers are made of is imported when one is made, so that the classes cost little
     from axonml_jax.training.evaluate import Differentiate, Evaluated, Predict
@@ -353,6 +353,7 @@ class Trainer(Generic[M]):
             placement = replace(placement, plan=replace(placement.plan, accumulate=accumulate))
         tx = averaging(tx, placement, ema)
         self._ema, self._averaged, self._loads = ema is not None, False, model.loads
+        self._shown: list[tuple[dict, dict]] = []  # the mappings that `opt_state` gave, and what they held
         self.model, self._tx, self._loss_fn, self._placement = model, tx, loss_fn, placement
         self._max_grad_norm, self._norm_type, self._max_nonfinite = max_grad_norm, norm_type, max_nonfinite
         self._layer_norms, self._seen = layer_norms, None
@@ -423,9 +424,12 @@ class Trainer(Generic[M]):
         So `optax.contrib.schedule_free_eval_params(trainer.opt_state, trainer.model.parameters())` works under every plan.
         Arrays stay split; under a pipeline, and where a split pads, they are copies. Replicas with optimizers of their own
         (NO_SYNC, DiLoCo) have entries along dim 0. `ema`'s average is left out; `trainer.state.opt_state` is how all rests.
+        Its containers are copies: a step refuses to go on where a hyperparameter in one was changed, for which there is `lr`.
         """
         tree = self.train_step.optimizer.tree(self.state.opt_state)
-        return tree.inner if self._ema else tree
+        tree = jax.tree.map(lambda x: x, tree.inner if self._ema else tree)
+        self._shown = [(each, dict(each)) for each in hyperparameters(tree)]
+        return tree
 
     @property
     def recompute(self) -> Any:
@@ -440,12 +444,26 @@ class Trainer(Generic[M]):
     def lr(self) -> float:
         """The learning rate of the last update (before any: of the first), where the optimizer's state says it.
 
-        That is with `optax.inject_hyperparams(...)`; every process must ask.
+        That is with `optax.inject_hyperparams(...)`; every process must ask. Setting it counts from the next step on.
 
         Raises:
-          ValueError: when the state has no learning rate, or several that differ.
+          ValueError: when the state has no learning rate, or several that differ; to set, also when a schedule makes it.
         """
         return injected_rate(self._state.opt_state)
+
+    @lr.setter
+    @no_mesh_around()
+    def lr(self, rate: float) -> None:
+        self._continue(replace(self._state, opt_state=with_rate(self._state.opt_state, rate)))
+
+    def _refuse_changed(self) -> None:
+        """Refuse to go on where somebody changed the copies that `opt_state` gave."""
+        shown, self._shown = self._shown, []
+        if any(len(now) != len(was) or any(now[name] is not was.get(name) for name in now) for now, was in shown):
+            raise ValueError(
+                "a hyperparameter in trainer.opt_state was changed, which is a copy, so that nothing would follow: set the "
+                "learning rate by trainer.lr = ..."
+            )
 
     def _continue(self, state: TrainState, *, restored: bool = False) -> None:
         self._state, self._loads, self.hollow = state, self.model.loads, self.hollow and not restored
@@ -547,6 +565,8 @@ class Trainer(Generic[M]):
         if self.hollow:
             raise ValueError("this trainer knows no values: load the model before it is made, or restore a checkpoint")
         refuse_tracing("trainer.step")
+        if self._shown:
+            self._refuse_changed()
         if self._compared != self.model.loads:
             with folding:
                 self._compare(batch)

@@ -119,7 +119,7 @@ def each_ranks_specs(placement: Placement) -> PyTree:
 # The learning rate of a run, where its optimizer's state says it.
 # --------------------------------------------------------------------------------------------------
 
-_INJECTED = "hyperparams/learning_rate"
+_INJECTED, _SCHEDULED = "hyperparams/learning_rate", "hyperparams_states/learning_rate"
 
 
 def injected_rate(opt_state: Any) -> float:
@@ -149,3 +149,34 @@ def injected_rate(opt_state: Any) -> float:
             f"the optimizer has several learning rates: {said}. Read the one you mean from the trainer's state"
         )
     return rates[0]
+
+
+def with_rate(opt_state: Any, rate: float) -> Any:
+    """An optimizer's state in which `optax.inject_hyperparams` has another learning rate. Every process must call it.
+
+    Args:
+      opt_state: the state as it rests, under any plan.
+      rate: what the next updates take.
+
+    Raises:
+      ValueError: when the state has none, several that differ, or one that a schedule makes anew in every update.
+    """
+    injected_rate(opt_state)
+    if any(f"/{_SCHEDULED}" in f"/{name}" for name in named_leaves(opt_state)):
+        raise ValueError(
+            "the optimizer's learning rate follows a schedule, which makes it anew in every update: give "
+            "optax.inject_hyperparams(...) a number to set it by hand"
+        )
+
+    def changed(path: Any, leaf: Any) -> Any:
+        if not f"/{path_name(path)}".endswith(f"/{_INJECTED}"):
+            return leaf
+        return jax.device_put(np.full(leaf.shape, rate, leaf.dtype), leaf.sharding)
+
+    return jax.tree_util.tree_map_with_path(changed, opt_state)
+
+
+def hyperparameters(opt_state: Any) -> list[dict]:
+    """The mappings in which `optax.inject_hyperparams` keeps numbers, of a state as optax made it."""
+    states = jax.tree.leaves(opt_state, is_leaf=lambda node: hasattr(node, "hyperparams"))
+    return [state.hyperparams for state in states if hasattr(state, "hyperparams")]
