@@ -1,5 +1,7 @@
 """Random draws by the whole batch's rows (`ax.Plan(draws="rows")`): one device's masks under every plan."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -245,3 +247,48 @@ def test_places_above_32_bits_are_those_of_whole_numbers(factor):
     numbers = [0, 1, 5, 2**16, 2**31 + 3, 2**32 - 1]
     high, low = _times(jnp.asarray(numbers, jnp.uint32), factor)
     assert [int(a) * 2**32 + int(b) for a, b in zip(high, low, strict=True)] == [x * factor % 2**64 for x in numbers]
+
+
+class GivenNoise(nnx.Module):
+    """Noise by a key that the call gives, by one that the model makes, of no row, or as it comes."""
+
+    def __init__(self):
+        self.dense = nnx.Linear(6, 3, rngs=nnx.Rngs(0), param_dtype=jnp.float64)
+
+    def __call__(self, x, noise=0.0):
+        return self.dense(x + noise)
+
+    def by_key(self, x, key):
+        return self.dense(x + jax.random.normal(key, x.shape))
+
+    def by_own(self, x):
+        keys = jax.random.split(jax.random.key(3), len(x))
+        return self.dense(x + jax.vmap(lambda key: jax.random.normal(key, x.shape[1:]))(keys))
+
+    def alike(self, x, key):
+        return self.dense(x + jax.random.normal(key, x.shape[1:]))
+
+
+GIVEN = {
+    "a key of the batch": (lambda m, b: m.by_key(b["x"], b["key"]), "random_bits of shape (16, 6)"),
+    "a key made in the model": (lambda m, b: m.by_own(b["x"]), "random_split of shape (16"),
+    "noise made in the loss": (lambda m, b: m(b["x"], jax.random.normal(b["key"], b["x"].shape)), None),
+    "of no row": (lambda m, b: m.alike(b["x"], b["key"]), None),
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_key_that_all_ranks_have_alike_draws_no_rows_inside_the_model(name):
+    call, refused = GIVEN[name]
+    batch = BATCH | {"key": jax.random.key(5)}
+    loss = lambda m, b: optax.softmax_cross_entropy_with_integer_labels(call(m, b), b["y"]).mean()
+    step = lambda **plan: (
+        ax.DDP(GivenNoise(), mesh_of(data=2)).trainer(optax.sgd(0.1), loss, **plan).step(batch)["loss"]
+    )
+    for plan in ({}, {"accumulate": 2}):
+        if refused is None:
+            np.testing.assert_allclose(step(**plan), loss(GivenNoise(), batch), rtol=1e-9)
+            continue
+        with pytest.raises(ValueError, match=re.escape(refused)) as said:
+            step(**plan)
+        assert "line " in str(said.value) and "test_draws.py" in str(said.value)

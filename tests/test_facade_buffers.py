@@ -162,3 +162,20 @@ def test_state_that_all_ranks_have_alike_goes_through_microbatches_beside_state_
     first, second = np.split(batch["x"][: ROWS // RANKS], 2)
     assert float(ddp.variables.state["calls"]) == 2
     np.testing.assert_allclose(ddp.variables.state["mean"], 0.25 * first.mean(0) + 0.5 * second.mean(0), rtol=1e-6)
+
+
+class Remembers(nnx.Module):
+    """The rows of the last call."""
+
+    def __init__(self):
+        self.last, self.dense = nnx.BatchStat(jnp.zeros((ROWS, 5))), nnx.Linear(5, 3, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        self.last.set_value(x)
+        return self.dense(x)
+
+
+def test_state_with_rows_of_the_batch_is_refused(mesh):
+    trainer = ax.DDP(Remembers(), mesh).trainer(optax.sgd(0.1), mean_loss)
+    with pytest.raises(ValueError, match=r"last: \(\d+, 5\), now \(\d+, 5\)\nWhat has rows is no state"):
+        trainer.step(regression(ROWS))

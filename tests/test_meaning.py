@@ -147,6 +147,31 @@ def test_a_loss_whose_rows_meet_those_of_other_microbatches_is_refused_with_the_
         model.value_and_grad(contrastive)(batch_of(16))
 
 
+@jax.custom_vjp
+def unit_gradient(x):
+    return x
+
+
+unit_gradient.defvjp(lambda x: (x, None), lambda _, ct: (ct / jnp.linalg.norm(ct),))
+
+
+def normed(net, b):
+    return nll(unit_gradient(net(b["x"])), b["y"]).mean()
+
+
+def trimmed(net, b):
+    losses = nll(net(b["x"]), b["y"])
+    limit = jax.lax.while_loop(lambda t: (losses > t).sum() > 3, lambda t: t + 0.05, jnp.zeros(()))
+    return jnp.where(losses > limit, losses, 0).sum()
+
+
+@pytest.mark.parametrize("loss", [normed, trimmed])
+def test_a_condition_and_a_gradient_of_its_own_that_need_other_microbatches_are_refused_by_name(loss):
+    model = ax.parallelize(Net(nnx.Rngs(0)), mesh_of(data=4), ax.Plan(accumulate=2))
+    with pytest.raises(ValueError, match=r"other microbatches: \w+ \(line \d+ of test_meaning.py"):
+        model.value_and_grad(loss)(batch_of(16))
+
+
 def mapped(net, b):
     """Rows by themselves, one after the other through the model: a plain mean."""
     return nll(jax.vmap(net)(b["x"]), b["y"]).mean()

@@ -3,6 +3,7 @@
 # What a rule says of places holds types apart, which the checker does not see.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false, reportCallIssue=false
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,14 +12,24 @@ import jax.numpy as jnp
 
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.compat.model_call import Transformed
-from axonml_jax.compat.row_keys import KNOWN, Drawn, is_row_key, rows_of
+from axonml_jax.compat.row_keys import KNOWN, Drawn, draws, is_row_key, rows_of
 from axonml_jax.meaning.asked import Asked, Traced, calls_alone
 from axonml_jax.meaning.microbatches import Division, Mixing, divided
 from axonml_jax.meaning.model_call import Call, RealCalls, calls_model
 from axonml_jax.meaning.places import Group, Places
 from axonml_jax.meaning.plain_mean import is_plain_mean, talks
 from axonml_jax.model.loss import UNREAD
-from axonml_jax.program.program import Atom, among, made_by
+from axonml_jax.program.program import (
+    Atom,
+    Equation,
+    all_but_named,
+    among,
+    made_by,
+    read_program,
+    results,
+    rule_of,
+    through,
+)
 
 ROWS, INLINED = "rows", "inlined"
 
@@ -90,6 +101,8 @@ def decided(asked: Asked, *, in_layers: bool, trains: bool) -> Decided | str:
         raise failed from None
     if trains:
         _refuse_unread(asked, whole)
+    if local is not None and not is_row_key(asked.key):
+        _refuse_same_draws(whole, local)
     if local is not None and _makes_numbers(asked, whole, local):
         return _inlined_decision(asked, in_layers)
     if talks(whole.program, asked.axes):
@@ -222,6 +235,49 @@ def _noted(asked: Asked, whole: Traced, number: int) -> list[Call] | None:
         return asked.traced((number,)).noted
     except Exception:
         return calls_alone(asked, whole, number)
+
+
+# Draws for a rank's rows by a key that all ranks have alike: the model's own keys are another on every shard.
+
+
+def _refuse_same_draws(whole: Traced, local: Traced) -> None:
+    """Refuse a model that draws for its rows by a key that it is given, or that it makes.
+
+    Raises:
+      ValueError: naming every such draw.
+    """
+    same = []
+    for of_all, of_rank in zip(whole.noted, local.noted, strict=False):
+        noted = draws(of_all.traced)
+        if not of_all.alike(of_rank) or noted == draws(of_rank.traced):
+            continue
+        for (name, shape, own), (_, part, _) in zip(_drawn(of_all), _drawn(of_rank), strict=False):
+            if shape != part and not own:
+                line = next((each.line for each in noted if (each.name, each.shape) == (name, shape)), "")
+                same.append(f"{name} of shape {shape} ({line or 'no line known'})")
+    if same:
+        raise ValueError(
+            f"the model draws for rows by a key that is the same on all ranks: {'; '.join(dict.fromkeys(same))}. Rows of other "
+            "ranks would get the same numbers: draw by the model's own streams (nnx.Rngs in the model, self.make_rng), or draw "
+            "in the loss and give the model what was drawn"
+        )
+
+
+def _drawn(call: Call) -> list[tuple[str, tuple[int, ...], bool]]:
+    """What a call draws: the operation, the shape, and whether it is by the model's own keys."""
+    found: list[tuple[str, tuple[int, ...], bool]] = []
+    program = read_program(call.traced, all_but_named)
+    key = len(program.inputs) - len(call.given) - 1
+
+    def rule(equation: Equation, operands: list[bool]) -> list[bool]:
+        if (inside := through(equation, operands, rule, operator.or_, False)) is not None:
+            return inside
+        if rule_of(equation.name).kind == "random":
+            found.extend((equation.name, x.shape, any(operands)) for x in equation.op.made)
+        return [any(operands)] * len(equation.outputs)
+
+    results(program, [k == key for k in range(len(program.inputs))], rule, False)
+    return found
 
 
 # Random draws by the whole batch's rows (`ax.Plan(draws="rows")`): keys of rows (`compat/row_keys.py`) take a dim as long as a

@@ -61,9 +61,18 @@ class MicroRanks(Ranks):
         return super().index(group) if group.positions else super().index(group) * self.count + self.number
 
     def check_talk(self, groups: Sequence[Group]) -> None:
-        """Of positions only: `divided` has seen to it that nothing needs to be sent of rows."""
+        """Of positions only: what `divided` does not see is a loop's condition, and a gradient that a function says itself.
+
+        Raises:
+          ValueError: naming the operation and the line.
+        """
         if not all(group.positions for group in groups):
-            raise AssertionError(f"{self.at} would communicate within a microbatch")
+            name, line = self.at
+            raise ValueError(
+                "a loop's condition, or a gradient that a function of the loss says itself, needs what the model makes of "
+                f"other microbatches: {name} ({line or 'no line known'}) is not a sum over rows. Take all rows at once "
+                "(accumulate=1, num_microbatches=1), or return ax.WeightedMean(total, weight)"
+            )
 
 
 class Mixing(Exception):

@@ -295,10 +295,12 @@ def check_batch(layout: BatchLayout, batch: PyTree, microbatches: int = 1) -> No
     if not wrong and len(sizes) == 1:
         return _check_positions(layout, split)
     rows = "\n".join(f"  {name or 'batch'}: shape {shape}" for name, shape in (wrong or split).items())
+    differ = (
+        "the batch's leaves differ in the size of dim 0, which is the batch dim of all of them (an array without rows is none "
+        "of the batch: keep it in the model, or let the loss close over it; a key is jax.random.key(seed), which has no dim)"
+    )
     if not wrong:
-        raise ValueError(
-            f"the batch's leaves differ in the size of dim 0, which is the batch dim of all of them:\n{rows}"
-        )
+        raise ValueError(f"{differ}:\n{rows}")
     size = min(shape[0] for shape in wrong.values())
     below, above = size // parts * parts, (size // parts + 1) * parts
     how = f"{degree} batch shards (mesh {dict(layout.degrees)})" + (
@@ -308,6 +310,8 @@ def check_batch(layout: BatchLayout, batch: PyTree, microbatches: int = 1) -> No
         f"the global batch does not split evenly into {how}:\n{rows}\n"
         f"dim 0 must be a multiple of {parts}: use {f'{below} or ' if below else ''}{above} rows"
         f"{', another number of microbatches,' if microbatches > 1 else ''} or another mesh"
+        + f"\n{differ}"
+        * (len(sizes) > 1)
     )
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from axonml_jax.base import PyTree, path_name
+from axonml_jax.base import PyTree, named_leaves, path_name
 from axonml_jax.collectives.gradients import all_reduce_leaves
 from axonml_jax.collectives.primitives import axis_index, max_over, sum_over
 from axonml_jax.compat.varying_types import varying_axes
@@ -92,8 +92,12 @@ def sync_buffers(before: PyTree, state: PyTree, placement: Placement, model: Fun
       placement: the plan on its mesh.
       model: whose state it is.
 
+    Raises:
+      ValueError: where calls have left state of other names or shapes, naming all.
+
     Communicates: at most one all-reduce of the leaves that need it.
     """
+    _refuse_other_shapes(before, state)
     plan, apart = placement.plan, placement.axes.buffers or ()
     axes = tuple(axis for axis in placement.axes.batch if axis not in apart)
     declared, synchronized = model.state_joins(), model.synchronized()
@@ -112,6 +116,23 @@ def sync_buffers(before: PyTree, state: PyTree, placement: Placement, model: Fun
 
     with jax.named_scope("axonml.buffers"):
         return jax.tree_util.tree_map_with_path(finish, before, state)
+
+
+def _refuse_other_shapes(before: PyTree, after: PyTree) -> None:
+    old, new = ({name: jnp.shape(x) for name, x in named_leaves(tree).items()} for tree in (before, after))
+    if old == new:
+        return
+    said = [
+        f"  {name}: {old.get(name, 'none')}, now {new.get(name, 'none')}"
+        for name in sorted(old | new)
+        if old.get(name) != new.get(name)
+    ]
+    raise ValueError(
+        "a call of the model leaves state of another shape than it had (as a rank's rows have another than the batch):\n"
+        + "\n".join(said)
+        + "\nWhat has rows is no state of a model: give it with the batch and return it as a metric. What a Linen module sows "
+        "is read in the loss, by module.apply(..., mutable=[...])"
+    )
 
 
 def _joined(join: Join, before: jax.Array, leaf: jax.Array, placement: Placement) -> jax.Array:
