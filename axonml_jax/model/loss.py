@@ -3,7 +3,7 @@
 import functools
 import inspect
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -81,7 +81,7 @@ def parse_loss(returned: Any, positions: tuple[str, ...] = ()) -> Loss:
       TypeError, ValueError: when it is none of these; names what was returned and the remedy.
     """
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-    if isinstance(metrics, WeightedMean) or not isinstance(metrics, dict):
+    if isinstance(metrics, WeightedMean) or not isinstance(metrics, Mapping):
         raise TypeError(
             f"loss_fn returned metrics of type {type(metrics).__name__}: return (loss, dict of named arrays), such as "
             'loss, {"logits": logits}, which a step returns whole'
@@ -156,23 +156,23 @@ def one_batch(parts: tuple) -> Any:
 def is_weighted(returned: Any) -> bool:
     """Whether what a `loss_fn` returned is `WeightedMean`s alone: sums over the rows that it was given, whichever these are."""
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-    return isinstance(metrics, dict) and not _plain(loss, metrics)
+    return isinstance(metrics, Mapping) and not _plain(loss, metrics)
 
 
 def weighted_names(returned: Any) -> dict[str, bool]:
     """By name, the loss among them, whether what a `loss_fn` returned is a `WeightedMean`."""
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-    named = {name: leaf.value for name, leaf in _flat(metrics).items()} if isinstance(metrics, dict) else {}
+    named = {name: leaf.value for name, leaf in _flat(metrics).items()} if isinstance(metrics, Mapping) else {}
     return {name: isinstance(value, WeightedMean) for name, value in {"loss": loss, **named}.items()}
 
 
-def _plain(loss: Any, metrics: dict) -> list[str]:
+def _plain(loss: Any, metrics: Mapping) -> list[str]:
     """What is no `WeightedMean`."""
     named = {"its loss": loss} | {f"metric {name!r}": leaf.value for name, leaf in _flat(metrics).items()}
     return [name for name, value in named.items() if not isinstance(value, WeightedMean)]
 
 
-def _flat(metrics: dict) -> dict[str, Any]:
+def _flat(metrics: Mapping) -> dict[str, Any]:
     named = named_leaves(jax.tree.map(_Leaf, metrics, is_leaf=lambda x: isinstance(x, WeightedMean)))
     if taken := sorted({"loss", "grad_norm"} & set(named)):
         raise ValueError(f"loss_fn returned metrics named {taken}, which a step reports itself: give them other names")
