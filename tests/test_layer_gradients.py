@@ -26,20 +26,21 @@ def on(fn, *more, **options):
 class Layer(nnx.Module):
     """x + up(scale * tanh(down(x))), its inner features split, as `call(layer, x)` has it."""
 
-    def __init__(self, call, seed=0):
+    def __init__(self, call, seed=0, residual=True):
+        self.residual = residual
         init, rngs = nnx.initializers.lecun_normal(dtype=F64), nnx.Rngs(seed)
         self.down = nnx.Param(init(rngs.params(), (6, 8)), tensor_spec=PartitionSpec(None, "tensor"))
         self.up = nnx.Param(init(rngs.params(), (8, 6)), tensor_spec=PartitionSpec("tensor", None))
         self.scale, self.call = nnx.Param(jnp.full((), 0.7, F64)), call
 
     def __call__(self, x):
-        return x + self.call(self, x)
+        return x + self.call(self, x) if self.residual else self.call(self, x)
 
 
 class Net(nnx.Module):
-    def __init__(self, call):
+    def __init__(self, call, residual=True):
         self.first = nnx.Linear(6, 6, rngs=nnx.Rngs(1), param_dtype=F64)
-        self.blocks = nnx.List([Layer(call, seed) for seed in range(2)])
+        self.blocks = nnx.List([Layer(call, seed, residual) for seed in range(2)])
 
     def __call__(self, x):
         x = jnp.tanh(self.first(x))
@@ -190,3 +191,26 @@ def test_a_loss_that_is_only_evaluated_is_not_asked_for_gradients():
     spread = ax.DDP(Net(call), mesh_of(data=2, tensor=2))
     with pytest.raises(ValueError, match=PSUM):
         spread.value_and_grad(loss)(BATCH)
+
+
+def test_a_bare_sum_that_a_split_layer_reads_is_refused():
+    """The next layer's `copy_to` gives it a whole gradient, which its transpose sums again."""
+
+    model = Net(RIGHT["pairs"], residual=False)
+    model.blocks[0].call = WRONG["a bare sum"][0]
+    trainer = ax.DDP(model, mesh_of(data=2, tensor=2)).trainer(optax.sgd(0.1), loss)
+    with pytest.raises(ValueError, match=PSUM):
+        trainer.step(BATCH)
+
+
+def test_beside_swapped_layers_wrong_gradients_are_refused_too():
+    mesh, (wrong, said) = mesh_of(data=2, tensor=2), WRONG["a bare sum"]
+    for call in (RIGHT["pairs"], wrong):
+        model = Net(call)
+        assert ax.auto_parallelize(model, mesh).swapped.keys() == {"first"}
+        trainer = ax.parallelize(model, mesh).trainer(optax.sgd(0.1), loss)
+        if call is wrong:
+            with pytest.raises(ValueError, match=said):
+                trainer.step(BATCH)
+            continue
+        np.testing.assert_allclose([float(trainer.step(BATCH)["loss"]) for _ in range(3)], one_device(call), rtol=1e-9)

@@ -259,6 +259,13 @@ class Operation:
         return inner if inner is not None and len(opened(inner).inputs) == len(self.operands) else None
 
     @property
+    def function(self) -> str:
+        """The name of the function that it calls, where that says its derivative itself; "" for all others."""
+        if self.name != "custom_vjp_call" or self.call is None:
+            return ""
+        return _inner(self.call).debug_info.func_name
+
+    @property
     def scan(self) -> Scan | None:
         """It as a scan; None for all others."""
         if self.name != "scan":

@@ -5,9 +5,9 @@ the transpose of a `psum` sums nothing. With `check_vma=False` it does neither: 
 right one, or as many times it as there are ranks (docs/adr/0002). This finds both in a traced program.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 
 import jax.numpy as jnp
@@ -45,34 +45,46 @@ class Flow:
         return Flow(*(getattr(self, name) | getattr(other, name) for name in self.__dataclass_fields__))
 
 
-def faults(program: Program, given: Iterable[Axes], trained: Iterable[bool]) -> list[list[str]]:
+Border = Callable[[Equation], tuple[bool, str] | None]
+"""`border(equation)`: whether it opens code on parts over an axis, in which values enter by themselves, or closes it."""
+
+
+def faults(
+    program: Program, given: Iterable[Axes], trained: Iterable[bool], border: Border = lambda equation: None
+) -> list[list[str]]:
     """What is wrong with the gradient of each result, with the user's lines and the remedy; [] is nothing.
 
     Args:
       program: a traced loss, in a `shard_map` with `check_vma=False`.
       given: over which axes each input differs.
       trained: which inputs are differentiated.
+      border: of layers that were swapped.
     """
     flows = [Flow(does, axes, AXES - axes if does else SAME) for axes, does in zip(given, trained, strict=True)]
-    made = results(program, flows, _rule, Flow())
+    made = results(program, flows, partial(_rule, border), Flow())
     return [sorted({said for _, said in flow.joined | flow.faults}) for flow in made]
 
 
-def _rule(equation: Equation, operands: list[Flow]) -> list[Flow]:
+def _rule(border: Border, equation: Equation, operands: list[Flow]) -> list[Flow]:
+    if (at := border(equation)) is not None:
+        opens, axis = at
+        return [replace(flow, differs=flow.differs - {axis} if opens else flow.differs | {axis}) for flow in operands]
     if equation.name == "custom_vjp_call" and equation.called is not None:
-        made = _of_own_gradient(equation.called, operands)
+        made = _of_own_gradient(equation, equation.called, operands)
     else:
-        made = through(equation, operands, _rule, Flow.__or__, Flow()) or _of_jax(equation, operands)
+        made = through(equation, operands, partial(_rule, border), Flow.__or__, Flow()) or _of_jax(equation, operands)
     stops = equation.name == "stop_gradient"
     floats = [jnp.issubdtype(aval.dtype, jnp.inexact) and not stops for aval in equation.op.made]
     return [flow if does else Flow(differs=flow.differs) for flow, does in zip(made, floats, strict=True)]
 
 
-def _of_own_gradient(called: Program, operands: list[Flow]) -> list[Flow]:
+def _of_own_gradient(equation: Equation, called: Program, operands: list[Flow]) -> list[Flow]:
     """The results of a call that says its gradient: right by itself, as `copy_to` and `reduce_from` are."""
     talks: set[str] = set()
     over = differing(called, [flow.differs for flow in operands], lambda each, _: talks.update(each.op.mesh_axes))
     found = reduce(or_, operands, Flow())
+    if equation.op.function == "_copy_to":  # it joins the parts of a gradient that the bare collective would join again
+        found = replace(found, faults=found.faults | found.joined)
     return [
         Flow(
             found.trained,

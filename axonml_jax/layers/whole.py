@@ -691,6 +691,9 @@ def reading_whole(fun: Callable, model: Functional, trains: bool, variables: Var
         # What was swapped is gathered in the program; layers that split by themselves may leave parts.
         differ = differing(program, given, lambda *_: None)
         _refuse_parts({name: differ[k] for k, name in named.items()})
+        if trains and named:
+            first = next(iter(named))
+            _refuse_gradients(program, given, len(jax.tree.leaves(variables.params)), made[first], first)
         return made
 
     given = variables.params, variables.frozen, variables.state, *args
@@ -725,14 +728,23 @@ def _checked(fun: Callable, places: Mapping[str, Places], trains: bool, variable
     return out
 
 
-def _refuse_gradients(program: Program, given: Sequence[Axes], trained: int, loss: jax.Array) -> None:
+def _border_at(equation: Equation) -> tuple[bool, str] | None:
+    """Whether a marked call opens code on parts over an axis, or closes it."""
+    for name in (OPENED, CLOSED):
+        if (mark := _mark(equation)).startswith(name):
+            return name == OPENED, mark.removeprefix(name)
+    return None
+
+
+def _refuse_gradients(program: Program, given: Sequence[Axes], trained: int, loss: jax.Array, number: int = 0) -> None:
     """Refuse a loss whose gradients are not complete along the axes that layers split.
 
     Args:
-      program: returns it first.
+      program: a traced program that returns it.
       given: over which axes each input may differ.
       trained: how many of the inputs are trained; they come first.
       loss: itself.
+      number: which result it is.
 
     Raises:
       ValueError: with all lines and the remedy.
@@ -745,7 +757,7 @@ def _refuse_gradients(program: Program, given: Sequence[Axes], trained: int, los
             f"check_vma=True: the loss is typed as differing over {typed}: take gather_from for an all_gather"
         ] * bool(typed)
     else:
-        said = faults(program, given, [k < trained for k in range(len(given))])[0]
+        said = faults(program, given, [k < trained for k in range(len(given))], _border_at)[number]
     if said:
         raise ValueError(
             "the loss, or a layer, has wrong gradients along mesh axes over which layers split their parameters:\n  "
