@@ -50,25 +50,27 @@ Border = Callable[[Equation], tuple[bool, str] | None]
 
 
 def faults(
-    program: Program, given: Iterable[Axes], trained: Iterable[bool], border: Border = lambda equation: None
+    program: Program, axes: Axes, given: Iterable[Axes], trained: Iterable[bool], border: Border = lambda equation: None
 ) -> list[list[str]]:
     """What is wrong with the gradient of each result, with the user's lines and the remedy; [] is nothing.
 
     Args:
       program: a traced loss, in a `shard_map` with `check_vma=False`.
+      axes: those of `AXES` along which there are several ranks.
       given: over which axes each input differs.
       trained: which inputs are differentiated.
       border: of layers that were swapped.
     """
-    flows = [Flow(does, axes, AXES - axes if does else SAME) for axes, does in zip(given, trained, strict=True)]
+    flows = [Flow(does, over, axes - over if does else SAME) for over, does in zip(given, trained, strict=True)]
     made = results(program, flows, partial(_rule, border), Flow())
-    return [sorted({said for _, said in flow.joined | flow.faults}) for flow in made]
+    return [sorted({said for axis, said in flow.joined | flow.faults if axis in axes}) for flow in made]
 
 
 def _rule(border: Border, equation: Equation, operands: list[Flow]) -> list[Flow]:
     if (at := border(equation)) is not None:
         opens, axis = at
-        return [replace(flow, differs=flow.differs - {axis} if opens else flow.differs | {axis}) for flow in operands]
+        over = lambda flow: flow.differs - {axis} if opens else flow.differs | {axis}
+        return [replace(flow, differs=over(flow), entire=flow.entire - {axis}) for flow in operands]
     if equation.name == "custom_vjp_call" and equation.called is not None:
         made = _of_own_gradient(equation, equation.called, operands)
     else:

@@ -751,13 +751,14 @@ def _refuse_gradients(program: Program, given: Sequence[Axes], trained: int, los
     """
     from axonml_jax.layers.entering import AXES, faults
 
-    if types_are_checked(next(iter(bound(LAYER_AXES)))):  # JAX's own types say how gradients are summed
-        typed = sorted(AXES & varying_axes(loss))
+    axes = frozenset(axis for axis in bound(LAYER_AXES) if axis in AXES and degree(axis) > 1)
+    if axes and types_are_checked(next(iter(axes))):  # JAX's own types say how gradients are summed
+        typed = sorted(axes & varying_axes(loss))
         said = [
             f"check_vma=True: the loss is typed as differing over {typed}: take gather_from for an all_gather"
         ] * bool(typed)
     else:
-        said = faults(program, given, [k < trained for k in range(len(given))], _border_at)[number]
+        said = faults(program, axes, given, [k < trained for k in range(len(given))], _border_at)[number]
     if said:
         raise ValueError(
             "the loss, or a layer, has wrong gradients along mesh axes over which layers split their parameters:\n  "
