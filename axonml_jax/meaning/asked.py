@@ -141,12 +141,15 @@ class Asked:
 
     def in_halves(self) -> "Asked | None":
         """The same batch in two parts, where ranks have one row each, whose programs are others; None: they have several."""
-        if len(self.groups) > 1 or self.groups[0].ranks % 2 or self.groups[0].ranks == 2:
+        if len(self.groups) > 1 or any(group.ranks % 2 or group.ranks == 2 for group in self.groups):
             return None
-        halves = (self.groups[0]._replace(ranks=2),)
+        halves = tuple(group._replace(ranks=2) for group in self.groups)
         leaves, treedef = jax.tree.flatten(self.batch)
         places = self.batch_places()
-        if all(_shape(x)[at.dim] > 1 for (_, (at,)), x in zip(places, leaves, strict=True) if isinstance(at, Split)):
+        rows = [
+            _shape(x)[at.dim] for (_, own), x in zip(places, leaves, strict=True) for at in own if isinstance(at, Split)
+        ]
+        if all(size > 1 for size in rows):
             return None
         batch = [
             jax.ShapeDtypeStruct(local_shape(whole, at, halves), _dtype(x))

@@ -67,16 +67,16 @@ class _Numbers(Walk):
 
     def _scan(self, equation: Equation, own: Equation, given: list[Known]) -> list[Known]:
         """A loop, where a trip leaves what it carries as it was; what starts as zeros may carry rows."""
-        scan, following = equation.op.scan, Following(self.groups)
-        split = [
-            known for known in given[scan.first_scanned :] if any(at.dim == 0 for at in known.places if _is_split(at))
-        ]
-        if split or scan.options | {"length": 0} != own.op.scan.options | {"length": 0} or any(k.is_sum for k in given):
+        scan, other, body, own_body = equation.op.scan, own.op.scan, equation.body, own.body
+        assert scan is not None and other is not None and body is not None and own_body is not None
+        stacks, sliced = given[scan.first_scanned :], Following(self.groups).sliced
+        over_rows = any(any(known.places) and not any(sliced(known.places)) for known in stacks)
+        if over_rows or any(known.is_sum for known in given) or scan.options != other.options:
             raise NotProven
         consts, carry = given[: scan.num_consts], given[scan.num_consts : scan.first_scanned]
-        slices = [Known(following.sliced(known.places)) for known in given[scan.first_scanned :]]
+        slices = [Known(sliced(known.places)) for known in stacks]
         for _ in range(2):
-            made = self.program(equation.body, own.body, [*consts, *carry, *slices])
+            made = self.program(body, own_body, [*consts, *carry, *slices])
             if made[: scan.num_carry] == carry:
                 stacked = [Known(tuple(map(_stacked, known.places))) for known in made[scan.num_carry :]]
                 return [*carry, *stacked]
@@ -84,9 +84,5 @@ class _Numbers(Walk):
         raise NotProven
 
 
-def _is_split(place: Any) -> bool:
-    return isinstance(place, Split)
-
-
 def _stacked(place: Any) -> Any:
-    return place._replace(dim=place.dim + 1) if _is_split(place) else place
+    return place._replace(dim=place.dim + 1) if isinstance(place, Split) else place
