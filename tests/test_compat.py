@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 
+import flax.core
 import jax
 import jax.ad_checkpoint
 import jax.extend.core
@@ -136,6 +137,7 @@ BREAKS = {
     "threads of simulated devices": [(os, "environ", {**os.environ, "NPROC": "9999"})],
     "elements are drawn alone": [(random_bits, "threefry_2x32", lambda key, counts: counts)],
     "rows are drawn alone": [(row_keys, "_joined", lambda words, dtype: words[0].astype(dtype))],
+    "streams of Linen modules": [(flax.core.Scope, "make_rng", lambda self, name="params": jax.random.key(0))],
     "splash attention in pieces": [
         (splash_attention_kernel, "_apply_mask_and_soft_cap", lambda scores, *_, **options: scores)
     ],

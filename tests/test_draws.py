@@ -60,6 +60,32 @@ def mean(model, b):
     return losses(model, b).mean()
 
 
+class Step(linen.Module):
+    @linen.compact
+    def __call__(self, x, _):
+        noise = jax.random.normal(self.make_rng("noise"), x.shape, jnp.float64)
+        return jnp.tanh(linen.Dense(6, param_dtype=jnp.float64)(x)) + 0.1 * noise, noise[:, 0]
+
+
+class OwnStreams(linen.Module):
+    """Draws of streams by names of its own: in a scan that splits one, and where one is there."""
+
+    @linen.compact
+    def __call__(self, x):
+        split = {"params": False, "noise": True}
+        scan = linen.scan(linen.remat(Step), variable_broadcast="params", split_rngs=split, length=3, out_axes=1)
+        x, noise = scan()(x, None)
+        x, there = linen.jit(Shaken)()(x)
+        return linen.Dense(3, param_dtype=jnp.float64, name="last")(x), noise, there
+
+
+class Shaken(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        there = self.has_rng("shake")
+        return x + jax.random.normal(self.make_rng("shake"), x.shape, jnp.float64) * there, jnp.float32(there)
+
+
 RULES = Partition([("(first|Dense_0)/kernel", PartitionSpec(None, "tensor")), (".*", PartitionSpec())])
 PLANS = {
     "ddp": ({"data": 4}, ax.Plan),
@@ -114,6 +140,28 @@ def test_masks_are_those_of_one_device(plan, make, loss, check_vma):
             np.testing.assert_allclose(found[name], value, rtol=1e-9, err_msg=name)
     same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-11)
     jax.tree.map(same, trainer.model.parameters(), params)
+
+
+def of_streams(model, batch):
+    out, noise, there = model(batch["x"])
+    return ((out - 1) ** 2).mean(), {"noise": noise, "there": there}
+
+
+@pytest.mark.parametrize(
+    "plan", ["ddp", *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("fsdp", "pipeline"))]
+)
+def test_a_linen_model_has_a_stream_for_every_name_in_training_and_none_of_its_own_in_evaluation(plan):
+    degrees, plan_of = PLANS[plan]
+    module = OwnStreams()
+    params = module.init(jax.random.key(0), jnp.zeros((2, 6)))
+    found = []
+    for mesh, each in ((mesh_of(data=1), ax.Plan()), (mesh_of(degrees), plan_of(draws="rows"))):
+        trainer = ax.parallelize(module, mesh, each, params=params).trainer(optax.sgd(0.1), of_streams)
+        assert trainer.evaluate(BATCH)["there"] == 0
+        found.append([jax.tree.map(np.asarray, trainer.step(BATCH)) for _ in range(2)])
+    for wanted, own in zip(*found, strict=True):
+        assert own["there"] == 1 and np.unique(own["noise"]).size == own["noise"].size
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8), own, wanted)
 
 
 def test_a_check_and_a_test_of_a_model_compare_dropout():

@@ -15,6 +15,7 @@ import jax
 import jax.ad_checkpoint
 import jax.numpy as jnp
 import numpy as np
+from flax import linen
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from axonml_jax.compat import jaxpr, versions
@@ -28,6 +29,7 @@ from axonml_jax.compat.order import (
     current_trace,
     manual_axes,
     no_mesh_around,
+    noting_lacked_streams,
     platform_around,
     reduce_without_constraints,
     refuses_placement,
@@ -387,7 +389,7 @@ PROCESSES_CANARIES = (
 
 
 # --------------------------------------------------------------------------------------------------
-# A canary about `compat/order.py`: the bits of an element depend on its index alone.
+# Canaries about random numbers: the bits of an element depend on its index alone, and modules ask for streams.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -410,6 +412,14 @@ def _rows() -> None:
     expect(np.array_equal(np.concatenate(keys)[:, :2], wanted), f"keys of rows are made as {keys}")
 
 
+def _streams() -> None:
+    found: set[str] = set()
+    with noting_lacked_streams(found):
+        drop = linen.jit(linen.Dropout)(0.5, rng_collection="canary", deterministic=False)
+        drop.apply({}, jnp.ones(2), rngs={"params": jax.random.key(0)})
+    expect(found == {"canary"}, f"a module that draws of a stream that is not there asks for {found}")
+
+
 RANDOM_ELEMENTS_CANARIES = (
     Canary(
         "elements are drawn alone",
@@ -422,6 +432,12 @@ RANDOM_ELEMENTS_CANARIES = (
         "Threefry makes the bits, and the keys, of an index of the whole draw of the key and that index.",
         'Masks under `draws="rows"` are not those of one device.',
         _rows,
+    ),
+    Canary(
+        "streams of Linen modules",
+        "Flax asks `Scope.has_rng` for every random stream that a module draws of.",
+        "Noise of a Linen model's own streams is the same in all steps of a scan, and `has_rng` is False.",
+        _streams,
     ),
 )
 

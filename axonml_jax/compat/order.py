@@ -465,6 +465,39 @@ def _uniform(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 # --------------------------------------------------------------------------------------------------
+# Random streams that Linen modules ask for and do not have.
+#
+# Flax tells nobody: `Scope.has_rng`, which `make_rng` asks too, says no, and `make_rng` takes the stream "params".
+# --------------------------------------------------------------------------------------------------
+
+_LACKED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("lacked", default=None)
+
+
+@contextlib.contextmanager
+def noting_lacked_streams(found: set[str]) -> Iterator[None]:
+    """Within it, names of streams that Linen modules ask for and do not have are added to `found`."""
+    token = _LACKED.set(found)
+    try:
+        yield
+    finally:
+        _LACKED.reset(token)
+
+
+def _noting(has_rng: Callable[[Any, str], bool]) -> Callable[[Any, str], bool]:
+    @functools.wraps(has_rng)
+    def noted(self: Any, name: str) -> bool:
+        has = has_rng(self, name)
+        if not has and (found := _LACKED.get()) is not None:
+            found.add(name)
+        return has
+
+    return noted
+
+
+flax.core.Scope.has_rng = _noting(flax.core.Scope.has_rng)
+
+
+# --------------------------------------------------------------------------------------------------
 # `jax.vjp` split in two: a forward that keeps activations but no weights, and a backward that is handed weights again.
 #
 # This is the trick under ZeRO-3 and the pipeline (docs/adr/0006): the backward re-reads weights without recomputing the

@@ -6,6 +6,8 @@ import functools
 import inspect
 import math
 import re
+import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,7 @@ from flax.core import unfreeze
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from axonml_jax.base import PyTree, logger, named_leaves, path_name
+from axonml_jax.compat.order import noting_lacked_streams
 from axonml_jax.model.buffers import (
     HOOK,
     Join,
@@ -648,6 +651,16 @@ class LinenFunctional(Functional):
         return state
 
 
+_ASKED: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
+"""Of which streams besides `params` modules of a class have drawn, or asked whether they are there: `nn.jit` asks but once."""
+
+
+def _streams(key: jax.Array, asked: Iterable[str]) -> dict[str, jax.Array]:
+    """A call's random streams by name; where there are two alone, `make_rng` takes `params` for all but `dropout`."""
+    numbers = {name: zlib.crc32(name.encode()) for name in sorted(asked)} | {"params": 0, "dropout": 1}
+    return {name: jax.random.fold_in(key, number) for name, number in numbers.items()}
+
+
 class BoundLinen:
     """A Linen module with its variables, called like an NNX module: `model(x)`, `model(x, method="encode")`.
 
@@ -688,8 +701,6 @@ class BoundLinen:
             module, kwargs = self._evaluating(method, args, kwargs)
         key = jax.random.fold_in(self._key, self._calls)
         self._calls += 1
-        # Linen's make_rng falls back to the stream "params", so one key serves streams of every name.
-        rngs = {"params": jax.random.fold_in(key, 0), "dropout": jax.random.fold_in(key, 1)}
         args, kwargs = self._mode.precision.cast_compute((args, kwargs))
 
         def note(call: Callable, args: tuple, kwargs: dict, context: Any):
@@ -700,15 +711,20 @@ class BoundLinen:
             return call(*args, **kwargs)
 
         joined = synchronize_linen(self._mode.batch_norm_axes, self._mode.sum_over_ranks)
-        with joined, linen.intercept_methods(note):
-            out, changed = module.apply(
-                {"params": self.params, **self.state},
-                *args,
-                rngs=rngs,
-                mutable=list(self.state),
-                method=method,
-                **kwargs,
-            )
+        asked = _ASKED.setdefault(type(module), set())
+        with joined, linen.intercept_methods(note), noting_lacked_streams(asked):
+            while True:
+                streams = _streams(key, () if self._mode.training is False else asked)
+                out, changed = module.apply(
+                    {"params": self.params, **self.state},
+                    *args,
+                    rngs=streams,
+                    mutable=list(self.state),
+                    method=method,
+                    **kwargs,
+                )
+                if self._mode.training is False or asked <= streams.keys():
+                    break
         self.state |= unfreeze(changed)
         return self._mode.precision.cast_output(out)
 
