@@ -179,3 +179,32 @@ def test_state_with_rows_of_the_batch_is_refused(mesh):
     trainer = ax.DDP(Remembers(), mesh).trainer(optax.sgd(0.1), mean_loss)
     with pytest.raises(ValueError, match=r"last: \(\d+, 5\), now \(\d+, 5\)\nWhat has rows is no state"):
         trainer.step(regression(ROWS))
+
+
+class Sowing(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        h = linen.Dense(4, param_dtype=jnp.float64)(x)
+        self.sow("intermediates", "h", h)
+        self.sow("losses", "size", (h**2).mean())
+        return linen.Dense(3, param_dtype=jnp.float64)(h)
+
+
+def sowing_loss(model, batch):
+    variables = {"params": model.params, **model.state}
+    out, sown = Sowing().apply(variables, batch["x"], mutable=["intermediates", "losses"])
+    return jnp.mean((out - batch["y"]) ** 2) + sown["losses"]["size"][-1] + sown["intermediates"]["h"][0].mean()
+
+
+def test_what_a_linen_model_sows_is_no_state_and_is_read_in_the_loss(mesh):
+    batch = regression(ROWS)
+    variables = Sowing().init(jax.random.key(0), batch["x"])
+    with pytest.raises(
+        ValueError, match=r"Sowing adds losses/size/1 to its state.*Leave losses out.*mutable=\['losses'\]"
+    ):
+        ax.DDP(Sowing(), mesh, params=variables).trainer(optax.sgd(0.1), mean_loss).step(batch)
+    del variables["losses"]
+    ddp = ax.DDP(Sowing(), mesh, params=variables)  # with the intermediates
+    assert not jax.tree.leaves(ddp.variables.state)
+    for loss in (mean_loss, sowing_loss):
+        assert ddp.trainer(optax.sgd(0.1), loss).check(batch).equal

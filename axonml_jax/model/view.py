@@ -725,7 +725,8 @@ class BoundLinen:
                 )
                 if self._mode.training is False or asked <= streams.keys():
                     break
-        self.state |= unfreeze(changed)
+        self._check_kept(changed := unfreeze(changed))
+        self.state |= changed
         return self._mode.precision.cast_output(out)
 
     def __getattr__(self, name: str) -> Any:
@@ -764,6 +765,16 @@ class BoundLinen:
         if not (module.deterministic if given is None else given) and module.rate:
             path = "/".join(module.path)
             self._say(f"{path} drops units in evaluation too: it is made or called with deterministic=False")
+
+    def _check_kept(self, changed: PyTree) -> None:
+        """Refuse state that grows with every call: a step has as much of it afterwards as before."""
+        if new := sorted(named_leaves(changed).keys() - named_leaves(self.state).keys()):
+            own = sorted({name.partition("/")[0] for name in new})
+            raise ValueError(
+                f"{type(self._module).__name__} adds {', '.join(new)} to its state in a call, as `sow` does. Leave "
+                f"{', '.join(own)} out of params=, and read what a call sows in the loss: out, sown = "
+                f"module.apply({{'params': model.params, **model.state}}, x, mutable={own})"
+            )
 
     def _say(self, text: str) -> None:
         if text not in self._said:

@@ -130,8 +130,7 @@ def _refuse_other_shapes(before: PyTree, after: PyTree) -> None:
     raise ValueError(
         "a call of the model leaves state of another shape than it had (as a rank's rows have another than the batch):\n"
         + "\n".join(said)
-        + "\nWhat has rows is no state of a model: give it with the batch and return it as a metric. What a Linen module sows "
-        "is read in the loss, by module.apply(..., mutable=[...])"
+        + "\nWhat has rows is no state of a model: give it with the batch and return it as a metric"
     )
 
 
