@@ -208,3 +208,11 @@ def test_what_a_linen_model_sows_is_no_state_and_is_read_in_the_loss(mesh):
     assert not jax.tree.leaves(ddp.variables.state)
     for loss in (mean_loss, sowing_loss):
         assert ddp.trainer(optax.sgd(0.1), loss).check(batch).equal
+
+
+def test_scales_that_gradients_overwrite_are_refused_by_name_before_anything_is_made(mesh):
+    module = linen.Dense(4, dot_general_cls=linen.Fp8DotGeneral)
+    init = lambda: module.init(jax.random.key(0), jnp.zeros((2, 16)))
+    for params in (init, init()):
+        with pytest.raises(ValueError, match=r"Dense has a collection '_overwrite_with_gradient'.*precision=\"fp8\""):
+            ax.DDP(module, mesh, params=params)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 from flax.core import unfreeze
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from axonml_jax.base import PyTree, logger, named_leaves, path_name
@@ -552,13 +553,24 @@ _CALLED = (
 def linen_functional(
     module: linen.Module, variables: PyTree, trainable: Trainable = None
 ) -> tuple["LinenFunctional", Variables]:
-    """The pure view of a Linen module, and the variables given for it (all collections, or the params alone)."""
+    """The pure view of a Linen module, and the variables given for it (all collections, or the params alone).
+
+    Raises:
+      TypeError: when they are no mapping.
+      ValueError: when they hold scales that are to be overwritten by their gradients.
+    """
     if not isinstance(variables, Mapping):
         raise TypeError(
             f"params= of a Linen module must be what module.init returned, not a {type(variables).__name__}"
         )
     order = order_of_init(variables.get("params", variables))
     collections = dict(unfreeze(unboxed(variables)))
+    if OVERWRITE_WITH_GRADIENT in collections:
+        raise ValueError(
+            f"{type(module).__name__} has a collection {OVERWRITE_WITH_GRADIENT!r}, as Flax's fp8 layers have: what is called "
+            "its gradient are new scales, and a step here would leave them as they are. Take layers without it (nn.Dense), and "
+            'precision="fp8" of a facade or a plan, whose products of 8-bit floats need no such state'
+        )
     if "params" not in collections:
         collections = {"params": collections}
     trained, frozen = partition(collections.pop("params"), trainable)
