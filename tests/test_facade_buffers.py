@@ -121,6 +121,47 @@ def test_a_batch_norm_that_names_its_own_axis_is_left_alone(mesh):
     check(ddp, [wanted] * RANKS)
 
 
+class LinenRows(linen.Module):
+    """A BatchNorm that is called for every row and joins the rows, as `vmap` names them."""
+
+    masked: bool = False
+
+    @linen.compact
+    def __call__(self, x):
+        call = lambda norm, x: norm(x, mask=x > 0.5 if self.masked else None)
+        shared = {"params": None, "batch_stats": None}
+        rows = linen.vmap(call, variable_axes=shared, split_rngs={"params": False}, axis_name="rows")
+        h = linen.Dense(6, use_bias=False, param_dtype=jnp.float64)(x)
+        exact = {"param_dtype": jnp.float64, "force_float32_reductions": False}
+        norm = linen.BatchNorm(use_running_average=False, momentum=OLD, axis_name="rows", **exact)
+        return linen.Dense(3, param_dtype=jnp.float64)(rows(norm, h))
+
+
+class Rows(BatchNormNet):
+    def __init__(self, masked=False):
+        super().__init__(nnx.Rngs(0))
+        self.norm.axis_name, self.masked = "rows", masked
+
+    def __call__(self, x):
+        call = lambda norm, x: norm(x, mask=x > 0.5 if self.masked else None)
+        return self.last(nnx.vmap(call, in_axes=(None, 0), axis_name="rows")(self.norm, self.first(x)[:, None])[:, 0])
+
+
+@pytest.mark.parametrize("kind", [Rows, LinenRows])
+def test_a_batch_norm_that_joins_the_rows_of_a_vmap_joins_those_of_all_ranks(mesh, kind):
+    batch = regression(ROWS)
+    params = LinenRows().init(jax.random.key(0), batch["x"]) if kind is LinenRows else None
+    ddp = ax.DDP(kind(), mesh, params=params)
+    wanted, trainer = expected(ddp, batch["x"]), ddp.trainer(optax.sgd(0.1), mean_loss)
+    assert trainer.check(batch).equal
+    trainer.step(batch)
+    check(ddp, [wanted] * RANKS)
+    with pytest.raises(
+        ValueError, match=r"BatchNorm with mask= and an axis_name of a vmap would join rows, data.*local"
+    ):
+        ax.DDP(kind(masked=True), mesh, params=params).trainer(optax.sgd(0.1), mean_loss).step(batch)
+
+
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_masked_batch_norm_keeps_as_much_of_its_averages_as_momentum_says(kind):
     rng = np.random.default_rng(0)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from axonml_jax.base import PyTree, named_leaves
+from axonml_jax.compat.order import manual_axes
 
 # --------------------------------------------------------------------------------------------------
 # BatchNorm whose statistics are those of the global batch, for models written for one device.
@@ -49,14 +50,30 @@ def masked_statistics(x: jax.Array, mask: jax.Array, feature_axis: Any, axes: An
     return mean, jnp.maximum(squares / count - jnp.square(mean), 0)
 
 
+def _joined(own: Any, axes: tuple[str, ...], sum_over_ranks: Sum) -> tuple[tuple[str, ...], Sum] | None:
+    """What a BatchNorm joins, and how: `axes`, beside that of a `vmap` which it names; None: it names a mesh axis itself."""
+    names = () if own is None else tuple(own) if isinstance(own, list | tuple) else (own,)
+    if {*axes, *manual_axes()} & {*names}:
+        return None
+    return (*names, *axes), _refuse_mask if names else sum_over_ranks
+
+
+def _refuse_mask(x: jax.Array, axes: Any) -> jax.Array:
+    raise ValueError(
+        f"BatchNorm with mask= and an axis_name of a vmap would join {', '.join(axes)}: where masks are unequal it is not "
+        "known whether the mean is one of rows or of the vmap's means. Leave axis_name or mask= out, or take "
+        'batch_stats="local"'
+    )
+
+
 def synchronize_nnx(model: nnx.Module, axes: tuple[str, ...], sum_over_ranks: Sum) -> None:
-    """Let every BatchNorm of `model` that joins no axes of its own join `axes`. Changes the model in place."""
+    """Let every BatchNorm of `model` that names no mesh axis join `axes`. Changes the model in place."""
     for _, module in list(nnx.iter_graph(model)):
-        if isinstance(module, nnx.BatchNorm) and module.axis_name is None:
-            module.axis_name = axes  # pyright: ignore[reportAttributeAccessIssue]  # jax takes several names
+        if isinstance(module, nnx.BatchNorm) and (joined := _joined(module.axis_name, axes, sum_over_ranks)):
+            module.axis_name, how = joined  # pyright: ignore[reportAttributeAccessIssue]  # jax takes several names
             if type(module) is nnx.BatchNorm:
                 module.__class__ = _MaskedBatchNorm
-                module.sum_over_ranks = sum_over_ranks  # pyright: ignore[reportAttributeAccessIssue]
+                module.sum_over_ranks = how  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _MaskedBatchNorm(nnx.BatchNorm):
@@ -80,17 +97,19 @@ class _MaskedBatchNorm(nnx.BatchNorm):
 
 @contextmanager
 def synchronize_linen(axes: tuple[str, ...], sum_over_ranks: Sum | None) -> Iterator[None]:
-    """Within this context every linen.BatchNorm that joins no axes of its own joins `axes`."""
+    """Within this context every linen.BatchNorm that names no mesh axis joins `axes`."""
     if not axes or sum_over_ranks is None:
         yield
         return
 
     def join(call: Callable, args: tuple, kwargs: dict, context: Any):
         module = context.module
-        if not isinstance(module, linen.BatchNorm) or context.method_name != "__call__" or module.axis_name is not None:
+        called = isinstance(module, linen.BatchNorm) and context.method_name == "__call__"
+        joined = _joined(module.axis_name, axes, sum_over_ranks) if called else None
+        if joined is None:
             return call(*args, **kwargs)
-        with _set(module, "axis_name", axes):
-            return _linen_call(module, call, args, kwargs, sum_over_ranks)
+        with _set(module, "axis_name", joined[0]):
+            return _linen_call(module, call, args, kwargs, joined[1])
 
     with linen.intercept_methods(join):
         yield
