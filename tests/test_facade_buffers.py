@@ -184,6 +184,17 @@ def test_masked_batch_norm_keeps_as_much_of_its_averages_as_momentum_says(kind):
     np.testing.assert_allclose(found["var"], 0.7 * 7 + 0.3 * counted.var(0), rtol=1e-5)
 
 
+@pytest.mark.parametrize("spelled", [{}, {"use_running_average": None}])
+def test_a_masked_batch_norm_of_linen_that_is_made_for_evaluation_evaluates(spelled):
+    x, mask = np.arange(6.0, dtype=np.float32).reshape(3, 2), np.array([[True], [True], [False]])
+    norm = linen.BatchNorm(use_running_average=True)
+    variables = norm.init(jax.random.key(0), x)
+    with synchronize_linen(("data",), lambda total, axes: total):
+        found, new = norm.apply(variables, x, mask=mask, mutable=["batch_stats"], **spelled)
+    np.testing.assert_array_equal(found, norm.apply(variables, x, mask=mask, **spelled))
+    jax.tree.map(np.testing.assert_array_equal, new["batch_stats"], variables["batch_stats"])
+
+
 class Counted(nnx.Module):
     """State of two kinds: a number of calls, which all ranks have alike, and a mean, which each has of its own rows."""
 

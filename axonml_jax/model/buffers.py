@@ -117,7 +117,8 @@ def synchronize_linen(axes: tuple[str, ...], sum_over_ranks: Sum | None) -> Iter
 
 def _linen_call(module: linen.BatchNorm, call: Callable, args: Any, kwargs: dict, sum_over_ranks: Sum):
     mask = kwargs.pop("mask", None)
-    fixed = kwargs.get("use_running_average", args[1] if len(args) > 1 else module.use_running_average)
+    given = kwargs.get("use_running_average", args[1] if len(args) > 1 else None)
+    fixed = linen.merge_param("use_running_average", module.use_running_average, given)
     if mask is None or fixed or module.is_initializing():
         return call(*args, mask=mask, **kwargs)
     mean, var = masked_statistics(args[0], mask, module.axis, module.axis_name, sum_over_ranks)
