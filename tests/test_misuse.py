@@ -288,7 +288,7 @@ def test_gradients_that_are_zero_of_this_batch_are_told_and_are_no_error(plan, c
 
 def test_gradients_are_looked_at_in_the_first_step_only(trainer, caplog, monkeypatch):
     asked = []
-    monkeypatch.setattr(ax.Trainer, "_look_at", lambda self, norm, batch: asked.append(norm))
+    monkeypatch.setattr("axonml_jax.facade.trainer._look_at", lambda trainer, norm, batch: asked.append(norm))
     fresh = trainer.model.trainer(optax.sgd(0.1), mean_loss)
     norm = fresh.step(BATCH)["grad_norm"]
     fresh.step(BATCH)

@@ -60,7 +60,7 @@ from axonml_jax.training.run_state import (
     variables_of,
     with_new_average,
 )
-from axonml_jax.training.state import TrainState, hyperparameters, injected_rate, with_rate
+from axonml_jax.training.state import TrainState, hyperparameters, injected_rate, refuse_changed, with_rate
 
 if TYPE_CHECKING:  # what models and trainers are made of is imported when one is made, so that the classes cost little
     from axonml_jax.training.evaluate import Differentiate, Evaluated, Predict
@@ -456,15 +456,6 @@ class Trainer(Generic[M]):
     def lr(self, rate: float) -> None:
         self._continue(replace(self._state, opt_state=with_rate(self._state.opt_state, rate)))
 
-    def _refuse_changed(self) -> None:
-        """Refuse to go on where somebody changed the copies that `opt_state` gave."""
-        shown, self._shown = self._shown, []
-        if any(len(now) != len(was) or any(now[name] is not was.get(name) for name in now) for now, was in shown):
-            raise ValueError(
-                "a hyperparameter in trainer.opt_state was changed, which is a copy, so that nothing would follow: set the "
-                "learning rate by trainer.lr = ..."
-            )
-
     def _continue(self, state: TrainState, *, restored: bool = False) -> None:
         self._state, self._loads, self.hollow = state, self.model.loads, self.hollow and not restored
         self.model.variables = state.variables
@@ -566,7 +557,8 @@ class Trainer(Generic[M]):
             raise ValueError("this trainer knows no values: load the model before it is made, or restore a checkpoint")
         refuse_tracing("trainer.step")
         if self._shown:
-            self._refuse_changed()
+            shown, self._shown = self._shown, []
+            refuse_changed(shown)
         if self._compared != self.model.loads:
             with folding:
                 self._compare(batch)
@@ -576,17 +568,10 @@ class Trainer(Generic[M]):
         self._continue(state)
         self._made = None if made is None else made + 1
         if self._seen is None:
-            self._look_at(metrics["grad_norm"], batch)
+            _look_at(self, metrics["grad_norm"], batch)
         self._seen = _shapes(batch)
         self._tell("on_step", metrics=metrics)
         return metrics
-
-    @no_mesh_around()
-    def _look_at(self, norm: jax.Array, batch: PyTree) -> None:
-        """See `_tell_unread`, of the first step; this waits for that step, and is asked of no other."""
-        zero, shapes = not any(np.any(np.asarray(shard.data)) for shard in norm.addressable_shards), _shapes(batch)
-        traced = self.train_step.as_written(self.state, shapes) if self.model._held_outside else None
-        _tell_unread(self, traced, shapes, zero=zero)
 
     @no_mesh_around()
     def _compare(self, batch: PyTree) -> None:
@@ -766,6 +751,14 @@ class Trainer(Generic[M]):
     def minimum_traffic(self) -> Fraction:
         """Bytes per rank and step that theory allows for this plan's gradients and parameters."""
         return self.train_step.minimum_traffic()
+
+
+@no_mesh_around()
+def _look_at(trainer: Trainer, norm: jax.Array, batch: PyTree) -> None:
+    """See `_tell_unread`, of the first step; this waits for that step, and is asked of no other."""
+    zero, shapes = not any(np.any(np.asarray(shard.data)) for shard in norm.addressable_shards), _shapes(batch)
+    traced = trainer.train_step.as_written(trainer.state, shapes) if trainer.model._held_outside else None
+    _tell_unread(trainer, traced, shapes, zero=zero)
 
 
 def _tell_unread(trainer: Trainer, traced: Any, shapes: PyTree, *, zero: bool) -> None:

@@ -1,6 +1,6 @@
 """`TrainState`: everything a training run is between two steps."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -180,3 +180,19 @@ def hyperparameters(opt_state: Any) -> list[dict]:
     """The mappings in which `optax.inject_hyperparams` keeps numbers, of a state as optax made it."""
     states = jax.tree.leaves(opt_state, is_leaf=lambda node: hasattr(node, "hyperparams"))
     return [state.hyperparams for state in states if hasattr(state, "hyperparams")]
+
+
+def refuse_changed(shown: Iterable[tuple[dict, dict]]) -> None:
+    """Refuse to go on where somebody changed the copies that `Trainer.opt_state` gave.
+
+    Args:
+      shown: mappings, and what they held.
+
+    Raises:
+      ValueError: with the remedy.
+    """
+    if any(len(now) != len(was) or any(now[name] is not was.get(name) for name in now) for now, was in shown):
+        raise ValueError(
+            "a hyperparameter in trainer.opt_state was changed, which is a copy, so that nothing would follow: set the "
+            "learning rate by trainer.lr = ..."
+        )
