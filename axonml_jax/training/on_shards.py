@@ -1059,9 +1059,10 @@ class OnShards:
             return None
         try:
             program, tree = _traced(self._apply, *parts)
+            same = alike(self._whole(jnp.dtype(loss.dtype)), program)
         except (TypeError, ValueError):
             return None
-        if operations(program) != operations(self._whole(jnp.dtype(loss.dtype))):
+        if not same:
             return None
         return tree.unflatten(run_program(program, jax.tree.leaves(parts)))
 
@@ -1088,25 +1089,46 @@ def stored_shard(seen: Any, layout: Layout) -> Any:
     return jnp.reshape(seen, layout.shard) if not layout.shape and layout.shard else seen
 
 
-def operations(program: Program) -> list[tuple[Any, ...]]:
-    """The operations of a program with their constants, in order: they differ where its Python code looks at shapes.
+def alike(whole: Program, shards: Program) -> bool:
+    """Whether a program traced on shards does what `whole`, of which `read_update` says what a rank may do, does to all.
 
-    Casts of varying types, which are no operations, stand for what they cast.
+    Equation by equation: the same operation with the same options on the same values and constants. Where a shape differs, it
+    acts on each element or spreads a number. Casts of varying types, which are no operations, stand for what they cast.
     """
-    found: list[tuple[Any, ...]] = []
-    cast: dict[int, Any] = {}
-    for equation in program.equations:
-        inputs, some = equation.inputs, len(equation.read) < len(equation.inputs)
-        if cast:
-            inputs = [entry_of(atom, cast, atom) for atom in inputs]
-        if equation.name in CASTS:
-            cast[equation.outputs[0]] = inputs[0]
+    pairs = list(zip(shards.constants.values(), whole.constants.values(), strict=True))
+    if not all(one is other or _bits(one) == _bits(other) for one, other in pairs):
+        return False
+    given = (*shards.inputs, *shards.constants), (*whole.inputs, *whole.constants)
+    ours, left = dict[int, Any](zip(*given, strict=True)), iter(whole.equations)
+    for theirs in shards.equations:
+        inputs = [entry_of(atom, ours, atom) for atom in theirs.inputs]
+        if theirs.name in CASTS:
+            ours[theirs.outputs[0]] = inputs[0]
             continue
-        constants = [str(atom.val) for atom in inputs if is_constant(atom)] if some or cast else ()
-        found.append((equation.name, *constants))
-        for body in equation.bodies:
-            found += operations(body)
-    return found
+        equation = next(left, None)
+        if equation is None or _told(inputs) != _told(equation.inputs) or not _does_the_same(equation, theirs):
+            return False
+        ours.update(zip(theirs.outputs, equation.outputs, strict=True))
+    outputs = [entry_of(atom, ours, atom) for atom in shards.outputs]
+    return next(left, None) is None and _told(outputs) == _told(whole.outputs)
+
+
+def _does_the_same(ours: Equation, theirs: Equation) -> bool:
+    """Whether two equations do the same to values of which the second reads shards."""
+    if not ours.op.is_alike(theirs.op) or len(ours.bodies) != len(theirs.bodies):
+        return False
+    if ours.bodies:
+        plain = [{k: v for k, v in each.op.options.items() if isinstance(v, int | str)} for each in (ours, theirs)]
+        return plain[0] == plain[1] and all(map(alike, ours.bodies, theirs.bodies))
+    shapes = [[aval.shape for aval in (*each.op.given, *each.op.made)] for each in (ours, theirs)]
+    if shapes[0] != shapes[1] and ours.name == _SPREAD:
+        return shapes[0][0] == shapes[1][0] == ()
+    return (shapes[0] == shapes[1] or is_elementwise(ours.name)) and ours.op.does_the_same(theirs.op)
+
+
+def _told(atoms: Iterable[Any]) -> list[Any]:
+    """Atoms as they compare."""
+    return [str(atom.val) if is_constant(atom) else atom for atom in atoms]
 
 
 def _traced(fun: Callable[..., PyTree], *args: PyTree) -> tuple[Program, Any]:
