@@ -151,6 +151,8 @@ RIGHT = {
     "a power by shape": lambda g, p: g * (1 + jnp.tanh(p) ** (*p.shape, 1)[0]),
     "a loop by shape": lambda g, p: g * jax.lax.fori_loop(0, (*p.shape, 1)[0], lambda i, x: x * 0.9, 1.0),
     "an order by shape": lambda g, p: g - p * 2 if p.shape and p.shape[0] > 2 else p * 2 - g,
+    "a norm of what is flattened": lambda g, p: g / (1 + jnp.linalg.norm(g.ravel())),
+    "a largest element of what is flattened": lambda g, p: g / jnp.max(jnp.abs(g).reshape(-1) + 1),
     "a decision by shape": lambda g, p: g * 2 if p.shape and p.shape[0] > 5 else g,
     "a largest element of what is nowhere zero": lambda g, p: g / jnp.max(jnp.abs(g) + 1),
     "a product of all elements with their like": lambda g, p: g * jnp.vdot(p, p),

@@ -864,7 +864,10 @@ class _Reader(UpdateSteps):
             given = self.emit(product, given, kinds, owner)
             return [self.total(jnp.sum, given[0], "sum", avals[0].dtype)]
         if (total := rule_of(name).total) and given[0].aval.shape and not self.is_whole(owner):
-            return [self.total(lambda x: op.bind([x])[0], given[0], total, avals[0].dtype)]
+            over_all = lambda x: op.bind([x], axes=tuple(range(x.ndim)))[
+                0
+            ]  # a shard keeps its dims when it is flattened
+            return [self.total(over_all, given[0], total, avals[0].dtype)]
         return self.emit(op.bind, given, avals, owner, by_element=by_element(op, given))
 
     def _met(self, op: Operation, given: list[Value]) -> list[Value]:
