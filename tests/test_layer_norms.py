@@ -69,6 +69,30 @@ def test_they_are_one_devices(plan, linen):
         np.testing.assert_allclose(metrics[name], value, rtol=2e-5, err_msg=name)
 
 
+PADDED = {
+    "fsdp": ({"data": 2, "fsdp": 4}, {}),
+    "fsdp, int8": ({"data": 2, "fsdp": 4}, {"fsdp": ax.Shard(wire="int8")}),
+    "pipeline, fsdp": ({"data": 2, "pipe": 2, "fsdp": 2}, {"pipe": ax.Pipelined(num_microbatches=2)}),
+}
+
+
+@pytest.mark.parametrize("plan", PADDED)
+def test_what_an_update_leaves_in_the_padding_counts_nowhere(plan):
+    """Adam without epsilon makes NaN of a gradient that is zero always, as that of padding is."""
+    degrees, given = PADDED[plan]
+    parallel = ax.parallelize(Net(7, rngs=nnx.Rngs(0)), ax.make_mesh(**degrees), ax.Plan(**given))
+    trainer = parallel.trainer(optax.adam(0.01, eps=0.0), squares, layer_norms=True)
+    trainer.step(BATCH)
+    wanted = {}
+    for path, leaf in trainer.model.state_dict().items():
+        key = f"param_norm/{layer_of(path)}"
+        wanted[key] = wanted.get(key, 0.0) + float((np.asarray(leaf, np.float64) ** 2).sum())
+    metrics = trainer.step(BATCH)
+    assert np.isfinite(metrics["loss"])
+    for name, value in wanted.items():
+        np.testing.assert_allclose(metrics[name], np.sqrt(value), rtol=2e-5, err_msg=name)
+
+
 def test_only_scalars_are_summed():
     def traffic(**options):
         parallel = ax.FSDP(Net(8, rngs=nnx.Rngs(0)), ax.make_mesh(data=2, fsdp=4))

@@ -398,7 +398,7 @@ class ShardedProgram:
                 values.append(empty)
                 continue
             (x,) = (own[number] for number in step.inputs)
-            values += step.run([_within(jnp.asarray(x), self.layouts[step.owner], empty)])
+            values += step.run([within(jnp.asarray(x), self.layouts[step.owner], empty)])
         return jnp.stack([vary(value, self._axes(totals[0])) for value in values])
 
     def _made(self, wanted: Iterable[int], env: Mapping[int, Any], held: Held) -> dict[int, Any]:
@@ -441,10 +441,11 @@ def neutral(total: str | None, dtype: Any) -> np.ndarray:
     return np.asarray(least if total == "max" else most, dtype)
 
 
-def _within(x: jax.Array, layout: Layout, empty: jax.Array) -> jax.Array:
-    """A rank's elements without those that only pad it."""
-    if not layout.axes:
+def within(x: jax.Array, layout: Layout, empty: jax.Array | None = None) -> jax.Array:
+    """A rank's elements with `empty`, or zeros, for those that only pad it."""
+    if not layout.axes or not layout.padding:
         return x
+    empty = jnp.zeros((), x.dtype) if empty is None else empty
     if not layout.shape:  # one element per rank, of which the first is meant
         return jnp.where(axis_index(layout.axes) == 0, x, empty.astype(x.dtype))
     for dim, (size, more) in enumerate(zip(layout.shape, layout.stored, strict=True)):
@@ -864,9 +865,8 @@ class _Reader(UpdateSteps):
             given = self.emit(product, given, kinds, owner)
             return [self.total(jnp.sum, given[0], "sum", avals[0].dtype)]
         if (total := rule_of(name).total) and given[0].aval.shape and not self.is_whole(owner):
-            over_all = lambda x: op.bind([x], axes=tuple(range(x.ndim)))[
-                0
-            ]  # a shard keeps its dims when it is flattened
+            # A shard keeps its dims when it is flattened.
+            over_all = lambda x: op.bind([x], axes=tuple(range(x.ndim)))[0]
             return [self.total(over_all, given[0], total, avals[0].dtype)]
         return self.emit(op.bind, given, avals, owner, by_element=by_element(op, given))
 
@@ -1049,7 +1049,7 @@ class OnShards:
             whole = {i: value for i, value in enumerate(values) if i not in parts}
             mine, loose = program.run(whole, lambda work: work(parts), dict)
             results = structure.unflatten([(mine | loose)[i] for i in range(structure.num_leaves)])
-        new, state = (map_layouts(stored_shard, *each) for each in zip(results, layouts, strict=True))
+        new, state = (map_layouts(_stored_anew, *each) for each in zip(results, layouts, strict=True))
         return new, state
 
     def _own(self, *parts: PyTree) -> tuple[PyTree, PyTree] | None:
@@ -1090,6 +1090,11 @@ def seen_shard(shard: jax.Array, layout: Layout) -> jax.Array:
 def stored_shard(seen: Any, layout: Layout) -> Any:
     """The inverse of `seen_shard`."""
     return jnp.reshape(seen, layout.shard) if not layout.shape and layout.shard else seen
+
+
+def _stored_anew(seen: Any, layout: Layout) -> Any:
+    """`stored_shard` with zeros in the padding, of which an update may have made anything."""
+    return within(stored_shard(seen, layout), layout)
 
 
 def alike(whole: Program, shards: Program) -> bool:

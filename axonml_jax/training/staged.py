@@ -32,7 +32,7 @@ from axonml_jax.sharding.layout import (
     to_device_memory,
 )
 from axonml_jax.training.compile import Objective, Part, clipped, norm
-from axonml_jax.training.on_shards import Held, OnRank, ShardedProgram, seen_shard, stored_shard
+from axonml_jax.training.on_shards import Held, OnRank, ShardedProgram, seen_shard, stored_shard, within
 from axonml_jax.training.optimizer import apply, gather_leaf, leaf_shard, whole_shape
 from axonml_jax.training.pipelined import pipelined_call, pipelined_loss
 from axonml_jax.training.rest import Rest, RestingOptimizer, Square, square
@@ -503,7 +503,8 @@ class Staged(Rest):
 
         def of_rank(rank: int) -> list[jax.Array]:
             own = store.unpack(store.grouped(tree), rank)
-            one = lambda i: square(own[i]).astype(dtype) if i in own else jnp.zeros((), dtype)
+            held = lambda i: within(own[i], store.layouts[i])  # an update may leave anything in the padding
+            one = lambda i: square(held(i)).astype(dtype) if i in own else jnp.zeros((), dtype)
             return [vary(jnp.stack([one(i) for i in leaves]), axes) for axes, leaves in sets.items()]
 
         vectors = on_own_rank(axis_index(AXIS), staging.num_ranks, of_rank)
