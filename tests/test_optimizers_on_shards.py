@@ -47,6 +47,18 @@ def test_an_optimizer_trains_as_on_one_device(plan, setup, options):
     assert_trees_close(under(plan, SETUPS[setup], **options), on_one_device(SETUPS[setup]), "parameters")
 
 
+@pytest.mark.parametrize("plan", ["DDP", "FSDP", "Pipeline, fsdp inside"])
+def test_an_optimizer_that_takes_no_loss_is_not_given_one(plan):
+    sam = optax.chain(optax.clip(0.1), optax.contrib.sam(optax.sgd(RATE), optax.sgd(0.05)))
+    plain = optax.GradientTransformation(sam.init, lambda *given: sam.update(*given))
+    assert_trees_close(under(plan, lambda: sam), on_one_device(lambda: plain), "parameters")
+
+
+def test_no_average_is_taken_over_adversarial_steps():
+    with pytest.raises(ValueError, match=r"optax.contrib.sam would average .* leave ema out"):
+        ax.FSDP(Net(), mesh_of(fsdp=3)).trainer(optax.contrib.sam(optax.sgd(RATE), optax.sgd(0.05)), mean_loss, ema=0.9)
+
+
 # How many square roots a pipeline's update has on its two ranks, of five parameters each: of those that are alike, one.
 ALIKE = {
     "inject_hyperparams": 2,

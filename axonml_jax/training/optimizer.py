@@ -29,6 +29,11 @@ def apply(
     return optax.apply_updates(params, updates), opt_state
 
 
+def without_value(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """A transformation that is not told the loss: for those that take arguments of their own and no `value`."""
+    return optax.GradientTransformation(tx.init, lambda *given: tx.update(*given))
+
+
 # --------------------------------------------------------------------------------------------------
 # Which parameter a leaf of the optimizer's state belongs to: seen in the structure of the state, never in names alone.
 # --------------------------------------------------------------------------------------------------
@@ -86,7 +91,7 @@ def _is_masked(node: Any) -> bool:
 # --------------------------------------------------------------------------------------------------
 
 _UPDATE = re.compile(r"^(?:.*\.)?(\w+)\.<locals>\.update\w*$")
-_WRAPPERS = frozenset(("with_extra_args_support", "apply"))
+_WRAPPERS = frozenset(("with_extra_args_support", "without_value", "apply"))
 
 
 def written(tx: optax.GradientTransformation) -> str:
@@ -278,17 +283,19 @@ def own_parts(tree: PyTree, layouts: PyTree) -> PyTree:
 SKIPPING = {
     optax.MultiStepsState: "optax.MultiSteps would average over steps without an update: use accumulate=",
     optax.ApplyIfFiniteState: "optax.apply_if_finite would average over updates that it skips: use max_nonfinite=",
+    optax.contrib.SAMState: "optax.contrib.sam would average over parameters that its adversarial steps leave: leave ema out",
     optax.ConditionallyMaskState: "optax.conditionally_mask would average over updates that it masks: update in every step",
 }
 """Of optimizers whose state has one of these in it some steps make no update; what to say of a moving average beside them."""
 
 
-def checked_optimizer(tx: Any, placement: Placement) -> optax.GradientTransformation:
+def checked_optimizer(tx: Any, placement: Placement, *, told: bool = True) -> optax.GradientTransformation:
     """The optimizer as a transformation; refused if it is none, or if its update cannot run.
 
     Args:
       tx: an optax transformation, or an `optax.MultiSteps` around one.
       placement: where parameters live.
+      told: whether it is tried without the loss too, where it does not take it as `value`.
 
     Raises:
       TypeError: when tx is no optax.GradientTransformation.
@@ -307,6 +314,8 @@ def checked_optimizer(tx: Any, placement: Placement) -> optax.GradientTransforma
         state = jax.eval_shape(tx.init, shapes)
         new, after = jax.eval_shape(lambda g, s, p, v: apply(tx, g, s, p, v), shapes, state, shapes, loss)
     except Exception as error:  # whatever a transformation's own code raises
+        if isinstance(error, TypeError) and "argument 'value'" in str(error) and told:
+            return checked_optimizer(without_value(tx), placement, told=False)
         raise ValueError(
             f"the optimizer {written(tx)} cannot be updated from gradients, parameters and the loss's value alone: "
             f"{type(error).__name__}: {error}. Transformations that evaluate the loss themselves (line searches) or want "
