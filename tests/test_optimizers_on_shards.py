@@ -59,6 +59,20 @@ def test_no_average_is_taken_over_adversarial_steps():
         ax.FSDP(Net(), mesh_of(fsdp=3)).trainer(optax.contrib.sam(optax.sgd(RATE), optax.sgd(0.05)), mean_loss, ema=0.9)
 
 
+@pytest.mark.parametrize("plan", ["Pipeline", "Pipeline, fsdp inside"])
+def test_a_branch_that_one_parameter_chooses_is_chosen_everywhere(plan):
+    """As `optax.apply_if_finite` of 17 parameters does: `jnp.stack` joins 16 arrays, and the last belongs to one parameter."""
+
+    def run(updates, state, params=None):
+        first = jax.tree.leaves(updates)[0]
+        halved = lambda updates: jax.tree.map(lambda g: g / 2, updates)
+        return jax.lax.cond(first.ravel()[:1].sum() > 0, halved, lambda updates: updates, updates), state
+
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), run)
+    make = lambda: optax.chain(tx, optax.scale(-RATE))
+    assert_trees_close(under(plan, make), on_one_device(make), "parameters")
+
+
 # How many square roots a pipeline's update has on its two ranks, of five parameters each: of those that are alike, one.
 ALIKE = {
     "inject_hyperparams": 2,

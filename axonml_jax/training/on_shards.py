@@ -836,10 +836,12 @@ class _Reader(UpdateSteps):
         frames = frames_of(op, outer)
         if equation.called is not None:
             return self.read(equation.called, given, frames)
-        split = any(each.axes for each in self.layouts)
-        if split and name == "random_bits" and any(aval.size > 1 for aval in avals):
+        if name == "random_bits" and any(each.axes for each in self.layouts) and any(aval.size > 1 for aval in avals):
             raise Mixing("random numbers of a parameter's shape", frames)
-        if equation.branches and given[0].owner is None and self._must_split(given) and not op.acts:
+        chooses = bool(equation.branches) and self._must_split(given) and not op.acts
+        if chooses and self.is_small(given[0]):
+            given = [self.everywhere(given[0]), *given[1:]]
+        if chooses and given[0].owner is None:
             cases = [self.read(branch, given[1:], frames) for branch in equation.branches]
             return [self._chosen(given[0], list(each), frames) for each in zip(*cases, strict=True)]
         given = self._met(op, given)
