@@ -26,11 +26,14 @@ from axonml_jax.training import on_shards as on_shards_module
 from axonml_jax.training.compose import rest_of
 from axonml_jax.training.optimizer import owners, written
 
+SETUPS["muon, if finite"] = lambda: optax.apply_if_finite(optax.contrib.muon(RATE), 5)
+
 SHARE = [
     ("FSDP", "clipping in the chain, adamw", {"check_vma": True}),
     ("FSDP", "adagrad", {}),  # with a scalar parameter
     ("FSDP", "lamb", {}),
     ("FSDP", "muon", {}),
+    ("FSDP", "muon, if finite", {}),
     ("Pipeline", "clipping in multi_transform", {}),
     ("Pipeline", "adafactor", {}),
     ("Pipeline, fsdp inside", "MultiSteps of a clipping chain", {"check_vma": True}),

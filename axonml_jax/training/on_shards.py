@@ -23,6 +23,7 @@ from axonml_jax.collectives.primitives import (
     vary,
 )
 from axonml_jax.compat.jaxpr import Operation, trace
+from axonml_jax.compat.order import together
 from axonml_jax.compat.varying_types import CASTS, varying_axes
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.pipeline.schedules import AXIS
@@ -121,7 +122,10 @@ def on_owners(work: MatrixWork, layout: Layout, given: Sequence[Sequence[Any]]) 
 def _stacked(values: Sequence[Any], count: int) -> jax.Array:
     """[count, ...], zeros behind the last."""
     stack = jnp.stack([jnp.asarray(value) for value in values])
-    return jnp.pad(stack, [(0, count - len(values))] + [(0, 0)] * (stack.ndim - 1))
+    if count == len(values):
+        return stack
+    # XLA would send the zeros apart from the stack, in a layout of their own, which its verifier refuses.
+    return together(jnp.pad(stack, [(0, count - len(values))] + [(0, 0)] * (stack.ndim - 1)))
 
 
 def _whole(stack: jax.Array, layout: Layout, slots: int) -> jax.Array:
