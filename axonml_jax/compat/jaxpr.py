@@ -259,13 +259,6 @@ class Operation:
         return inner if inner is not None and len(opened(inner).inputs) == len(self.operands) else None
 
     @property
-    def function(self) -> str:
-        """The name of the function that it calls, where that says its derivative itself; "" for all others."""
-        if self.name != "custom_vjp_call" or self.call is None:
-            return ""
-        return _inner(self.call).debug_info.func_name
-
-    @property
     def scan(self) -> Scan | None:
         """It as a scan; None for all others."""
         if self.name != "scan":
@@ -405,6 +398,11 @@ class Operation:
         """The user's line that it comes from, for messages; "" where JAX does not say."""
         found = re.fullmatch(r"(.*?):(\d+)(?::\d+)? \((.*)\)", source_info_util.summarize(self.eqn.source_info))
         return f"line {found[2]} of {PurePath(found[1]).name}, {found[3]}" if found else ""
+
+
+def function_of(op: Operation) -> str:
+    """The name of the function that an equation calls, where that says its derivative itself; "" for all others."""
+    return _inner(op.call).debug_info.func_name if op.name == "custom_vjp_call" and op.call is not None else ""
 
 
 # --------------------------------------------------------------------------------------------------

@@ -394,14 +394,9 @@ class Trainer(Generic[M]):
             self._continue(state)
         if state.rounds is not None and state.params is not self._state.params:
             logger.warning("the model's parameters were changed: replicas go on from them and drop this round's")
-            state = self._replicas_anew(state)
+            state = _replicas_anew(self, state)
             self._continue(state)
         return state
-
-    def _replicas_anew(self, state: TrainState) -> TrainState:
-        """A state whose replicas have the outer parameters; all else stays."""
-        first = self.train_step.at_rest.kept["rounds"].first(state.params, self.model.mesh)
-        return state.keeping(rounds=replace(state.rounds, own=first.own))
 
     @state.setter
     @no_mesh_around()
@@ -524,7 +519,7 @@ class Trainer(Generic[M]):
             pairs = zip(jax.tree.leaves(state.rounds.own), jax.tree.leaves(before.rounds.own), strict=True)
             if any(new is old for new, old in pairs):
                 logger.warning("no parameters of these replicas were restored: they begin with the outer ones")
-                state = self._replicas_anew(state)
+                state = _replicas_anew(self, state)
         self._continue(state, restored=True)
 
     @no_mesh_around()
@@ -751,6 +746,12 @@ class Trainer(Generic[M]):
     def minimum_traffic(self) -> Fraction:
         """Bytes per rank and step that theory allows for this plan's gradients and parameters."""
         return self.train_step.minimum_traffic()
+
+
+def _replicas_anew(trainer: Trainer, state: TrainState) -> TrainState:
+    """A state whose replicas have the outer parameters; all else stays."""
+    first = trainer.train_step.at_rest.kept["rounds"].first(state.params, trainer.model.mesh)
+    return state.keeping(rounds=replace(state.rounds, own=first.own))
 
 
 @no_mesh_around()

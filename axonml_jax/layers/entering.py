@@ -12,6 +12,7 @@ from operator import or_
 
 import jax.numpy as jnp
 
+from axonml_jax.compat.jaxpr import function_of
 from axonml_jax.mesh.axes import BATCH_AXES, LAYER_AXES
 from axonml_jax.program.program import Equation, Program, results, rule_of, through
 from axonml_jax.program.values import SAME, Axes, differing, made_over
@@ -85,7 +86,9 @@ def _of_own_gradient(equation: Equation, called: Program, operands: list[Flow]) 
     talks: set[str] = set()
     over = differing(called, [flow.differs for flow in operands], lambda each, _: talks.update(each.op.mesh_axes))
     found = reduce(or_, operands, Flow())
-    if equation.op.function == "_copy_to":  # it joins the parts of a gradient that the bare collective would join again
+    if (
+        function_of(equation.op) == "_copy_to"
+    ):  # it joins the parts of a gradient that the bare collective would join again
         found = replace(found, faults=found.faults | found.joined)
     return [
         Flow(
