@@ -268,3 +268,31 @@ def test_scales_that_gradients_overwrite_are_refused_by_name_before_anything_is_
     for params in (init, init()):
         with pytest.raises(ValueError, match=r"Dense has a collection '_overwrite_with_gradient'.*precision=\"fp8\""):
             ax.DDP(module, mesh, params=params)
+
+
+class Normed(linen.Module):
+    @linen.compact
+    def __call__(self, x, train=True):
+        x = linen.BatchNorm(use_running_average=not train, param_dtype=jnp.float64)(x)
+        return linen.Dense(3, param_dtype=jnp.float64)(x)
+
+
+WITHIN = {
+    "jit": lambda call, x: jax.jit(call)(x),
+    "checkpoint": lambda call, x: jax.checkpoint(call)(x),
+    "grad": lambda call, x: call(x) * (jax.grad(lambda x: call(x).sum())(x) ** 2).sum(),
+    "cond": lambda call, x: jax.lax.cond(x.sum() > 0, call, lambda x: 2 * call(x), x),
+    "scan": lambda call, x: jax.lax.scan(lambda carry, x: (carry + call(x).mean(), None), 0.0, jnp.stack([x, x]))[0],
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_a_call_within_a_function_of_jax_may_not_change_state(mesh, name):
+    batch = regression(ROWS)
+    variables = Normed().init(jax.random.key(0), batch["x"])
+    of = lambda train: lambda model, b: jnp.mean((WITHIN[name](lambda x: model(x, train=train), b["x"]) - b["y"]) ** 2)
+    trainer = lambda train: ax.DDP(Normed(), mesh, params=variables).trainer(optax.sgd(0.1), of(train))
+    with pytest.raises(ValueError, match=r"changes batch_stats/BatchNorm_0/mean.*call it outside.*nn\.jit"):
+        trainer(True).step(batch)
+    plain = of(False)(lambda x, train: Normed().apply(variables, x, train=train), batch)
+    np.testing.assert_allclose(trainer(False).step(batch)["loss"], plain, rtol=1e-6)

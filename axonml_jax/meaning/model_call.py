@@ -264,7 +264,7 @@ def put_variables(bound: Any, values: Mapping[Path, Any]) -> None:
         return
     if isinstance(bound, BoundLinen):
         leaves = [values.get((name,), leaf) for name, leaf in named_leaves(bound.state).items()]
-        bound.state = jax.tree.unflatten(jax.tree.structure(bound.state), leaves)
+        bound.keep(jax.tree.unflatten(jax.tree.structure(bound.state), leaves))
         return
     nodes = dict(nnx.iter_graph(bound))
     for path, value in values.items():

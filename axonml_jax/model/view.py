@@ -21,7 +21,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from axonml_jax.base import PyTree, logger, named_leaves, path_name
-from axonml_jax.compat.order import noting_lacked_streams
+from axonml_jax.compat.order import current_trace, noting_lacked_streams
 from axonml_jax.model.buffers import (
     HOOK,
     Join,
@@ -693,7 +693,7 @@ class BoundLinen:
         said: set[str],
     ):
         self._module, self._mode, self._key, self._calls, self._types = module, mode, key, 0, types
-        self._said = said
+        self._said, self._trace = said, current_trace()
         self.params = merge(variables.params, variables.frozen)
         self.state = dict(variables.state)
         self.is_training = mode.training is not False
@@ -738,7 +738,7 @@ class BoundLinen:
                 if self._mode.training is False or asked <= streams.keys():
                     break
         self._check_kept(changed := unfreeze(changed))
-        self.state |= changed
+        self.keep(changed)
         return self._mode.precision.cast_output(out)
 
     def __getattr__(self, name: str) -> Any:
@@ -777,6 +777,22 @@ class BoundLinen:
         if not (module.deterministic if given is None else given) and module.rate:
             path = "/".join(module.path)
             self._say(f"{path} drops units in evaluation too: it is made or called with deterministic=False")
+
+    def keep(self, changed: PyTree) -> None:
+        """Have these collections from here on.
+
+        Raises:
+          ValueError: where a function of JAX's traces the call within the loss, out of which they do not come.
+        """
+        before = named_leaves(self.state)
+        lost = [name for name, leaf in named_leaves(changed).items() if leaf is not before.get(name)]
+        if lost and current_trace() != self._trace:
+            raise ValueError(
+                "the loss calls the model within jax.jit, jax.grad, jax.vmap, jax.checkpoint or a loop of JAX's, where it "
+                f"changes {', '.join(lost)}, which does not come out of there: call it outside, or as in evaluation "
+                "(train=False), or let the module do that itself (nn.jit, nn.remat, nn.scan)"
+            )
+        self.state |= changed
 
     def _check_kept(self, changed: PyTree) -> None:
         """Refuse state that grows with every call: a step has as much of it afterwards as before."""
