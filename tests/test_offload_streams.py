@@ -106,6 +106,12 @@ SLICED = {
         lambda: optax.chain(optax.adam(1e-2), optax.stateless_with_tree_map(lambda u, p: u / u.shape[0])),
         0,
     ),
+    "rates by the product of sizes": (
+        lambda: optax.chain(
+            optax.adam(1e-2), optax.stateless_with_tree_map(lambda u, p: u / jnp.prod(jnp.array(u.shape)))
+        ),
+        0,
+    ),
     "a table": (lambda: optax.chain(optax.adam(1e-2), optax.stateless_with_tree_map(lambda u, p: u * TABLE)), 0),
     "set to zero": (
         lambda: optax.GradientTransformation(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from axonml_jax.base import PyTree
 from axonml_jax.collectives.primitives import vary_like
@@ -42,7 +43,10 @@ def alike(whole: Program, sliced: Program) -> bool:
     Equation by equation: the same operations with the same constants; what meets a slice is another of the same shape or one
     number for all elements; and nothing made without a slice has its shape but one number spread out.
     """
-    if len(whole.equations) != len(sliced.equations):
+    known, own = list(whole.constants.values()), list(sliced.constants.values())
+    if len(whole.equations) != len(sliced.equations) or len(known) != len(own):
+        return False
+    if not all(one is other or np.array_equal(one, other) for one, other in zip(known, own, strict=True)):
         return False
     marked = {
         n for n, m in zip(sliced.inputs, whole.inputs, strict=True) if sliced.avals[n].shape != whole.avals[m].shape
