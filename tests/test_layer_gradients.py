@@ -83,6 +83,18 @@ def scattered(m, x):
 
 
 @jax.custom_vjp
+def cast_copy(x):
+    return x.astype(jnp.float32)
+
+
+def _cast_back(_, ct):
+    return (on(jax.lax.psum)(ct).astype(F64),)
+
+
+cast_copy.defvjp(lambda x: (cast_copy(x), None), _cast_back)
+
+
+@jax.custom_vjp
 def reversed_gradient(x):
     return x
 
@@ -214,3 +226,14 @@ def test_beside_swapped_layers_wrong_gradients_are_refused_too():
                 trainer.step(BATCH)
             continue
         np.testing.assert_allclose([float(trainer.step(BATCH)["loss"]) for _ in range(3)], one_device(call), rtol=1e-9)
+
+
+def test_an_entrance_of_its_own_is_taken_as_right():
+    """A cast whose own gradient sums over ranks, as `copy_to` does."""
+
+    def call(m, x):
+        h = jnp.tanh(cast_copy(x) @ m.down[...].astype(jnp.float32))
+        return END((ENTER(m.scale[...]) * h).astype(F64) @ m.up[...])
+
+    trainer = trainer_of(call, "ddp", False)
+    np.testing.assert_allclose([float(trainer.step(BATCH)["loss"]) for _ in range(3)], one_device(call), rtol=1e-6)

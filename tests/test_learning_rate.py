@@ -76,8 +76,11 @@ def test_a_rate_that_is_set_is_that_of_the_next_steps(plan):
     trainer.step(batch)
     assert any(np.any(a != b) for a, b in zip(values().values(), before.values(), strict=True))
     trainer.opt_state.hyperparams["learning_rate"] = 0.0
-    with pytest.raises(ValueError, match=r"is a copy.*trainer\.lr = "):
+    with pytest.raises(ValueError, match=r"learning_rate was changed.*is a copy.*trainer\.lr = "):
         trainer.step(batch)
+    with pytest.raises(ValueError, match="learning_rate was changed"):
+        assert trainer.opt_state
+    trainer.lr = 0.1
     trainer.step(batch)
 
 

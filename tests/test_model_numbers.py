@@ -160,3 +160,39 @@ def test_a_proven_mean_stays_one_call_of_the_model():
         ax.DDP(Net(INSIDE[name]), mesh_of(data=4)).trainer(optax.sgd(0.1), lambda m, b: m.loss(b)).trace(BATCH).jaxpr
     ).count("psum")
     assert of("mean") < of("masked mean")
+
+
+class Attends(nnx.Module):
+    """A causal mask is whole in place and longer with more rows; a mean that is guarded is a mean."""
+
+    def __init__(self, inside):
+        rngs, self.inside = nnx.Rngs(0), inside
+        self.attend = nnx.MultiHeadAttention(2, 6, decode=False, rngs=rngs)
+        self.head = nnx.Linear(6, 4, rngs=rngs)
+
+    def loss(self, b):
+        x = jnp.stack([b["x"], b["x"][:, ::-1]], 1)
+        x = self.attend(x, mask=nnx.make_causal_mask(x[..., 0]))
+        return self.inside(self.head(x).mean(1), b)
+
+
+GUARDED = lambda logits, b: jnp.nan_to_num(CE(logits, b["y"]).mean())
+
+
+@pytest.mark.parametrize(("inside", "options"), [(masked, {}), (GUARDED, {}), (GUARDED, {"accumulate": 2})])
+def test_masks_are_followed_and_a_guarded_mean_is_a_mean(inside, options):
+    loss = lambda model, b: model.loss(b)
+    batch = {name: np.concatenate([x, x[::-1]]) for name, x in BATCH.items()}
+    trainer = ax.DDP(Attends(inside), mesh_of(data=4)).trainer(optax.sgd(0.1), loss, **options)
+    np.testing.assert_allclose(trainer.step(batch)["loss"], loss(Attends(inside), batch), rtol=1e-5)
+
+
+def test_a_number_of_the_rows_is_that_of_the_whole_batch():
+    class Counting(Net):
+        def rows(self, x):
+            return jnp.asarray(x.shape[0], jnp.float32)
+
+    loss = lambda model, b: (CE(model(b["x"]), b["y"]).mean() + 0.1 * (rows := model.rows(b["x"])), {"rows": rows})
+    found = ax.DDP(Counting(None), mesh_of(data=4)).trainer(optax.sgd(0.1), loss).step(BATCH)
+    np.testing.assert_allclose(found["loss"], loss(Counting(None), BATCH)[0], rtol=1e-5)
+    assert found["rows"] == 8

@@ -404,7 +404,7 @@ class Trainer(Generic[M]):
         rule = "trainer.state takes a TrainState of the same model, optimizer and plan"
         if not isinstance(state, TrainState):
             raise TypeError(f"{rule}, but a {type(state).__name__} was given")
-        fitting = fitted(state, self.state, rule)
+        fitting, self._shown = fitted(state, self.state, rule), []
         specs = self.train_step.state_specs(fitting)
         self._continue(place(fitting, specs, self.model.mesh), restored=True)
         from axonml_jax.training.same_everywhere import checksums
@@ -421,6 +421,7 @@ class Trainer(Generic[M]):
         (NO_SYNC, DiLoCo) have entries along dim 0. `ema`'s average is left out; `trainer.state.opt_state` is how all rests.
         Its containers are copies: a step refuses to go on where a hyperparameter in one was changed, for which there is `lr`.
         """
+        refuse_changed(self._shown)
         tree = self.train_step.optimizer.tree(self.state.opt_state)
         tree = jax.tree.map(lambda x: x, tree.inner if self._ema else tree)
         self._shown = [(each, dict(each)) for each in hyperparameters(tree)]
@@ -449,6 +450,7 @@ class Trainer(Generic[M]):
     @lr.setter
     @no_mesh_around()
     def lr(self, rate: float) -> None:
+        self._shown = []
         self._continue(replace(self._state, opt_state=with_rate(self._state.opt_state, rate)))
 
     def _continue(self, state: TrainState, *, restored: bool = False) -> None:
@@ -551,9 +553,7 @@ class Trainer(Generic[M]):
         if self.hollow:
             raise ValueError("this trainer knows no values: load the model before it is made, or restore a checkpoint")
         refuse_tracing("trainer.step")
-        if self._shown:
-            shown, self._shown = self._shown, []
-            refuse_changed(shown)
+        refuse_changed(self._shown)
         if self._compared != self.model.loads:
             with folding:
                 self._compare(batch)

@@ -88,20 +88,17 @@ def _of_own_gradient(equation: Equation, called: Program, operands: list[Flow]) 
     found = reduce(or_, operands, Flow())
     if (
         function_of(equation.op) == "_copy_to"
-    ):  # it joins the parts of a gradient that the bare collective would join again
+    ):  # it joins parts of a gradient, which a bare collective before it joins again
         found = replace(found, faults=found.faults | found.joined)
     return [
         Flow(
             found.trained,
             differs,
-            # What is handed through may enter there: then its gradient is of parts.
-            SAME
-            if atom in called.inputs
-            else (found.entire | (found.differs - differs if found.trained else SAME)) - differs,
+            found.differs - differs if found.trained else SAME,  # what was the same before may have entered there
             frozenset(fault for fault in found.joined if fault[0] not in differs | talks),
             found.faults,
         )
-        for atom, differs in zip(called.outputs, over, strict=True)
+        for differs in over
     ]
 
 

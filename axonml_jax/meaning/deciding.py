@@ -258,8 +258,8 @@ def _refuse_same_draws(whole: Traced, local: Traced) -> None:
     if same:
         raise ValueError(
             f"the model draws for rows by a key that is the same on all ranks: {'; '.join(dict.fromkeys(same))}. Rows of other "
-            "ranks would get the same numbers: draw by the model's own streams (nnx.Rngs in the model, self.make_rng), or draw "
-            "in the loss and give the model what was drawn"
+            "ranks would get the same numbers: draw in the loss and give the model what was drawn, or draw by the model's own "
+            "streams (nnx.Rngs in the model, self.make_rng)"
         )
 
 

@@ -178,10 +178,13 @@ class Calls:
         arrays = [jnp.asarray(x) for x in leaves if is_array(x)]
         rest = tuple(None if is_array(x) else x for x in leaves)
         seen: dict[str, Any] = {}
+        within = isinstance(bound, BoundLinen) and bound.is_within
 
         def fun(variables: Variables, key: jax.Array, arrays: list) -> list:
             variables, key, arrays = vary((variables, key, arrays), self.axes)
             own = self.model.bind(variables, key, self.mode)
+            if within:
+                own.fix()
             nodes = [] if isinstance(own, BoundLinen) else list(nnx.iter_graph(own))
             before = _values(nodes) if nodes else variables_of(own)
             with having(own, attributes):
@@ -264,7 +267,7 @@ def put_variables(bound: Any, values: Mapping[Path, Any]) -> None:
         return
     if isinstance(bound, BoundLinen):
         leaves = [values.get((name,), leaf) for name, leaf in named_leaves(bound.state).items()]
-        bound.keep(jax.tree.unflatten(jax.tree.structure(bound.state), leaves))
+        bound.state = jax.tree.unflatten(jax.tree.structure(bound.state), leaves)
         return
     nodes = dict(nnx.iter_graph(bound))
     for path, value in values.items():
@@ -496,5 +499,5 @@ def no_mean(aval: Any) -> jax.Array:
     """Refuse to read what has neither rows nor a mean."""
     raise ValueError(
         f"the model returned an array of shape {aval.shape} and dtype {aval.dtype} without a batch dim, and the loss reads it: "
-        "it may differ from rank to rank and has no mean. Return it as a float, or with a dim of rows"
+        "it may differ from rank to rank and has no mean. Return it with a dim of rows, or let the loss make it of rows"
     )

@@ -14,10 +14,16 @@ from axonml_jax.meaning.following import Following
 from axonml_jax.meaning.model_call import Call, Unclear, places_of
 from axonml_jax.meaning.places import Group, Split
 from axonml_jax.meaning.plain_mean import Known, NotProven, Walk
-from axonml_jax.program.program import Equation, all_but_named, is_elementwise, read_program, rule_of
+from axonml_jax.program.program import Equation, all_but_named, read_program, rule_of
 
 UNKNOWN, MIXED = Known(()), Known(())
 """Not known; and known to be made of several rows, but no sum over ranks. Both are told apart by identity."""
+
+_BENDING = """
+abs cbrt cos div erf exp exp2 expm1 integer_pow log log1p log2 logistic max min mul pow rsqrt sin sqrt square tanh
+"""
+BENDING = frozenset(_BENDING.split())
+"""Operations whose value at a sum is none of their values at its parts; of choices and tests nothing is said."""
 
 
 def mixes_rows(whole: Call, local: Call, groups: Sequence[Group]) -> bool:
@@ -39,7 +45,8 @@ def mixes_rows(whole: Call, local: Call, groups: Sequence[Group]) -> bool:
         found = walk.program(of_all, of_rank, [*fixed, *rows])
     except (NotProven, Unclear):
         return False
-    return any(found[k] is MIXED or (found[k].is_sum and found[k].factor != walk.parts) for k in numbers)
+    is_none = lambda known: known is MIXED or known.literal or (known.is_sum and known.factor != walk.parts)
+    return any(is_none(found[k]) for k in numbers)
 
 
 class _Numbers(Walk):
@@ -50,9 +57,10 @@ class _Numbers(Walk):
         return Known(tuple(places_of(whole, own, self.groups)))
 
     def _equation(self, equation: Equation, own: Equation, given: list[Known]) -> list[Known]:
-        for each in (UNKNOWN, MIXED):
-            if any(known is each for known in given):
-                return [each] * len(equation.outputs)
+        if any(known is MIXED for known in given):
+            return [MIXED] * len(equation.outputs)
+        if any(known is UNKNOWN for known in given):
+            return self._by_shape(equation, own)
         try:
             if rule_of(equation.name).kind == "random":  # every shard draws its rows' own
                 pairs = zip(equation.op.made, own.op.made, strict=True)
@@ -61,9 +69,20 @@ class _Numbers(Walk):
                 return self._scan(equation, own, given)
             return super()._equation(equation, own, given)
         except (NotProven, Unclear):
-            mixed = any(known.is_sum for known in given) and is_elementwise(equation.name)
+            mixed = any(known.is_sum for known in given) and equation.name in BENDING
             mixed |= rule_of(equation.name).total in ("max", "min") and any(given[0].places)
-            return [MIXED if mixed else UNKNOWN] * len(equation.outputs)
+            return [MIXED] * len(equation.outputs) if mixed else self._by_shape(equation, own)
+
+    def _by_shape(self, equation: Equation, own: Equation) -> list[Known]:
+        """What is not known otherwise has rows where its shapes differ, as at the model's border."""
+        found = []
+        for a, b in zip(equation.op.made, own.op.made, strict=True):
+            try:
+                known = self.placed(np.shape(a), np.shape(b))
+            except Unclear:
+                known = UNKNOWN
+            found.append(known if any(known.places) else UNKNOWN)
+        return found
 
     def _scan(self, equation: Equation, own: Equation, given: list[Known]) -> list[Known]:
         """A loop, where a trip leaves what it carries as it was; what starts as zeros may carry rows."""

@@ -9,9 +9,11 @@ import re
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -669,8 +671,23 @@ _ASKED: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
 
 def _streams(key: jax.Array, asked: Iterable[str]) -> dict[str, jax.Array]:
     """A call's random streams by name; where there are two alone, `make_rng` takes `params` for all but `dropout`."""
-    numbers = {name: zlib.crc32(name.encode()) for name in sorted(asked)} | {"params": 0, "dropout": 1}
+    numbers = {name: zlib.crc32(name.encode()) for name in sorted(set(asked))} | {"params": 0, "dropout": 1}
     return {name: jax.random.fold_in(key, number) for name, number in numbers.items()}
+
+
+@contextmanager
+def _explained(fixed: bool) -> Iterator[None]:
+    """Say what a call that may change nothing has tried to change."""
+    try:
+        yield
+    except flax.errors.ModifyScopeVariableError as error:
+        if not fixed:
+            raise
+        raise ValueError(
+            "the loss calls the model within jax.jit, jax.grad, jax.vmap, jax.checkpoint or a loop of JAX's, where it changes "
+            f"its state, which does not come out of there ({error}): call it outside, or as in evaluation (train=False), or "
+            "let the module do that itself (nn.jit, nn.remat, nn.scan)"
+        ) from None
 
 
 class BoundLinen:
@@ -693,7 +710,7 @@ class BoundLinen:
         said: set[str],
     ):
         self._module, self._mode, self._key, self._calls, self._types = module, mode, key, 0, types
-        self._said, self._trace = said, current_trace()
+        self._said, self._trace, self._fixed = said, current_trace(), False
         self.params = merge(variables.params, variables.frozen)
         self.state = dict(variables.state)
         self.is_training = mode.training is not False
@@ -722,23 +739,24 @@ class BoundLinen:
                 self._note_dropout(context.module, args, kwargs)
             return call(*args, **kwargs)
 
+        fixed = self.is_within
         joined = synchronize_linen(self._mode.batch_norm_axes, self._mode.sum_over_ranks)
         asked = _ASKED.setdefault(type(module), set())
-        with joined, linen.intercept_methods(note), noting_lacked_streams(asked):
+        with joined, linen.intercept_methods(note), noting_lacked_streams(asked), _explained(fixed):
             while True:
                 streams = _streams(key, () if self._mode.training is False else asked)
                 out, changed = module.apply(
                     {"params": self.params, **self.state},
                     *args,
                     rngs=streams,
-                    mutable=list(self.state),
+                    mutable=[] if fixed else list(self.state),
                     method=method,
                     **kwargs,
                 )
                 if self._mode.training is False or asked <= streams.keys():
                     break
         self._check_kept(changed := unfreeze(changed))
-        self.keep(changed)
+        self.state |= changed
         return self._mode.precision.cast_output(out)
 
     def __getattr__(self, name: str) -> Any:
@@ -778,21 +796,14 @@ class BoundLinen:
             path = "/".join(module.path)
             self._say(f"{path} drops units in evaluation too: it is made or called with deterministic=False")
 
-    def keep(self, changed: PyTree) -> None:
-        """Have these collections from here on.
+    @property
+    def is_within(self) -> bool:
+        """Whether a function of JAX's traces this within the loss: what a call changes there does not come out of it."""
+        return self._fixed or current_trace() != self._trace
 
-        Raises:
-          ValueError: where a function of JAX's traces the call within the loss, out of which they do not come.
-        """
-        before = named_leaves(self.state)
-        lost = [name for name, leaf in named_leaves(changed).items() if leaf is not before.get(name)]
-        if lost and current_trace() != self._trace:
-            raise ValueError(
-                "the loss calls the model within jax.jit, jax.grad, jax.vmap, jax.checkpoint or a loop of JAX's, where it "
-                f"changes {', '.join(lost)}, which does not come out of there: call it outside, or as in evaluation "
-                "(train=False), or let the module do that itself (nn.jit, nn.remat, nn.scan)"
-            )
-        self.state |= changed
+    def fix(self) -> None:
+        """Let calls change nothing."""
+        self._fixed = True
 
     def _check_kept(self, changed: PyTree) -> None:
         """Refuse state that grows with every call: a step has as much of it afterwards as before."""

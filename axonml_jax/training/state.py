@@ -191,8 +191,8 @@ def refuse_changed(shown: Iterable[tuple[dict, dict]]) -> None:
     Raises:
       ValueError: with the remedy.
     """
-    if any(len(now) != len(was) or any(now[name] is not was.get(name) for name in now) for now, was in shown):
+    if changed := sorted({name for now, was in shown for name in now if now[name] is not was.get(name)}):
         raise ValueError(
-            "a hyperparameter in trainer.opt_state was changed, which is a copy, so that nothing would follow: set the "
-            "learning rate by trainer.lr = ..."
+            f"{', '.join(changed)} was changed in trainer.opt_state, which is a copy, so that nothing would follow: set the "
+            "learning rate by trainer.lr = ..., other values by trainer.state = replace(trainer.state, opt_state=...)"
         )
