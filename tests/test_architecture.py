@@ -239,7 +239,7 @@ def test_no_file_is_named_after_nothing():
 
 CEILINGS = {
     "files with more than five lines of code": 188,
-    "lines of code": 54_920,
+    "lines of code": 54_940,
     "arrows between files": 1_305,
     "methods of the widest class": 29,
     "modules that `ax.DDP` imports": 45,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import flax
 import jax
 import jax.numpy as jnp
+from flax.core import Scope
 from jax._src.config import trace_context
 from jax._src.core import trace_state_clean
 from jax._src.lax import parallel
@@ -494,7 +495,7 @@ def _noting(has_rng: Callable[[Any, str], bool]) -> Callable[[Any, str], bool]:
     return noted
 
 
-flax.core.Scope.has_rng = _noting(flax.core.Scope.has_rng)
+Scope.has_rng = _noting(Scope.has_rng)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -193,9 +193,7 @@ class Calls:
                 seen["set"] = settings.changed(variables=False)
             after = variables_of(own)
             new = {at: x for at, x in after.items() if at not in before or not _same(before[at], x)}
-            seen.update(
-                out=jax.tree.map(lambda x: None if is_array(x) else x, out), new=new, treedef=jax.tree.structure(out)
-            )
+            seen.update(new=new, treedef=jax.tree.structure(out))
             seen["rest"] = tuple(None if is_array(x) else x for x in jax.tree.leaves(out))
             return [*_arrays(out), *jax.tree.leaves(list(new.values()))]
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import flax
+import flax.errors
 import jax
 import jax.numpy as jnp
 import numpy as np

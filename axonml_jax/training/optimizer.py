@@ -31,7 +31,7 @@ def apply(
 
 def without_value(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """A transformation that is not told the loss: for those that take arguments of their own and no `value`."""
-    return optax.GradientTransformation(tx.init, lambda *given: tx.update(*given))
+    return optax.GradientTransformation(tx.init, lambda updates, state, params=None: tx.update(updates, state, params))
 
 
 # --------------------------------------------------------------------------------------------------
