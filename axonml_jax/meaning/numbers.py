@@ -45,8 +45,8 @@ def mixes_rows(whole: Call, local: Call, groups: Sequence[Group]) -> bool:
         found = walk.program(of_all, of_rank, [*fixed, *rows])
     except (NotProven, Unclear):
         return False
-    is_none = lambda known: known is MIXED or known.literal or (known.is_sum and known.factor != walk.parts)
-    return any(is_none(found[k]) for k in numbers)
+    no_mean = lambda known: known is MIXED or known.literal or (known.is_sum and known.factor != walk.parts)
+    return any(no_mean(found[k]) for k in numbers)
 
 
 class _Numbers(Walk):
