@@ -29,6 +29,49 @@ def make_model(shape: TransformerConfig) -> Transformer:
     return Transformer(shape, rngs=nnx.Rngs(0))
 
 
+class FlaxBlock(nnx.Module):
+    """A block of GPT-2 in Flax's own modules."""
+
+    def __init__(self, shape: TransformerConfig, rngs: nnx.Rngs):
+        width, own = shape.hidden_size, {"dtype": shape.dtype, "rngs": rngs}
+        self.heads = shape.num_heads
+        self.first, self.second = nnx.LayerNorm(width, **own), nnx.LayerNorm(width, **own)
+        self.qkv, self.out = nnx.Linear(width, 3 * width, **own), nnx.Linear(width, width, **own)
+        self.up, self.down = nnx.Linear(width, 4 * width, **own), nnx.Linear(4 * width, width, **own)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[b, s, h] -> [b, s, h]."""
+        q, k, v = (each.reshape(*x.shape[:2], self.heads, -1) for each in jnp.split(self.qkv(self.first(x)), 3, -1))
+        platform = "cudnn" if jax.default_backend() == "gpu" and x.dtype == jnp.bfloat16 else None
+        seen = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=platform)
+        x = x + self.out(seen.reshape(x.shape))
+        return x + self.down(jax.nn.gelu(self.up(self.second(x))))
+
+
+class FlaxGPT(nnx.Module):
+    """GPT-2 in Flax's own modules, as somebody else would write it."""
+
+    def __init__(self, shape: TransformerConfig, rngs: nnx.Rngs):
+        width, own = shape.hidden_size, {"dtype": shape.dtype, "rngs": rngs}
+        self.words = nnx.Embed(shape.vocab_size, width, **own)
+        self.places = nnx.Embed(shape.max_length, width, **own)
+        self.blocks = nnx.List([FlaxBlock(shape, rngs) for _ in range(shape.num_layers)])
+        self.norm = nnx.LayerNorm(width, **own)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Integers [b, s] -> logits [b, s, v]."""
+        x = self.words(tokens) + self.places(jnp.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.words.attend(self.norm(x))
+
+
+def flax_loss(model, batch) -> jax.Array:
+    """The mean cross entropy of all positions, as optax has it."""
+    logits = model(batch["tokens"]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+
 def make_batch(rows: int, shape: TransformerConfig) -> dict[str, np.ndarray]:
     """Random tokens [rows, length] and the tokens that follow them."""
     drawn = np.random.default_rng(0).integers(0, shape.vocab_size, size=(rows, shape.max_length + 1), dtype=np.int32)

@@ -238,9 +238,9 @@ def test_no_file_is_named_after_nothing():
 
 
 CEILINGS = {
-    "files with more than five lines of code": 188,
-    "lines of code": 54_940,
-    "arrows between files": 1_305,
+    "files with more than five lines of code": 189,
+    "lines of code": 55_400,
+    "arrows between files": 1_313,
     "methods of the widest class": 29,
     "modules that `ax.DDP` imports": 45,
     "calls of trainer(), DDP": 1_255,
@@ -253,7 +253,7 @@ CEILINGS = {
     "files of other capabilities in a DDP step": 1,
 }
 """Figures of the structure (`tests/house.py`) may fall, and then the ceiling is lowered to what they are; none may
-rise but with a capability that is new: kernels for GPUs brought three rooms, engines another three, the
+rise but with a capability that is new: kernels for GPUs brought four rooms, engines another three, the
 user's own mesh one, memory as a number four, gradients of layers of one's own and numbers that a model makes one each."""
 
 

@@ -155,6 +155,16 @@ def _form(axes: tuple[str, ...], smoothing: float, ndim: int, words: int | None,
     )
 
 
+def cross_entropy_of_rows(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Cross entropy of whole rows: [..., v] and integers [...] -> float32 [...].
+
+    Args:
+      logits: of a row's words.
+      targets: negative ones have loss 0, and those of v or more NaN.
+    """
+    return _cross_entropy(logits, targets, (), 0.0, None, chosen(logits, features=logits.shape[-1]))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
 def _cross_entropy(logits, targets, axes, smoothing, words, form):
     return _forward(logits, targets, axes, smoothing, words, form)[0]

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from axonml_jax.base import PyTree, named_leaves, path_name
 from axonml_jax.collectives.gradients import Partial, assign_buckets
 from axonml_jax.collectives.primitives import axis_index, joined_over
-from axonml_jax.compat.order import after, users_meshes
+from axonml_jax.compat.order import after, platform_around, users_meshes
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.mesh.axes import LAYER_AXES, PARTITIONED, STAGES, AxisNames, as_axes, flat_axes
 from axonml_jax.model.loss import Precision, cast_floating
@@ -554,6 +554,11 @@ def reading(
         from axonml_jax.layers.float8 import reading_float8
 
         fun = partial(reading_float8, fun, precision)
+    kernels = placement.plan.kernels
+    if kernels == "interpret" or (kernels == "auto" and platform_around() in ("gpu", "cuda")):
+        from axonml_jax.layers.recognise import reading_kernels
+
+        fun = partial(reading_kernels, fun, kernels)
     return fun
 
 

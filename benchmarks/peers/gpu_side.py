@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what all folders
 import jax
 import numpy as np
 from flax import nnx
-from small_gpt import Stepping, config, hand_written, make_batch, make_model, optimizer
+from small_gpt import FlaxGPT, Stepping, config, flax_loss, hand_written, make_batch, make_model, optimizer
 
 import axonml_jax as ax
 from axonml_jax.models.config import preset
@@ -29,7 +29,7 @@ WARMUP = 3
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--way", choices=("facade", "hand-written"), default="facade")
+    parser.add_argument("--way", choices=("facade", "hand-written", "flax"), default="facade")
     parser.add_argument("--layers", type=int, help="train the first so many layers of Llama 3 8B instead of GPT-2")
     parser.add_argument("--rows", type=int, default=16, help="sequences in a batch")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a sequence")
@@ -71,8 +71,9 @@ def stepping(options, shape, batch) -> Stepping:
     elif options.way == "hand-written":
         return Stepping(*hand_written(make_model(shape), None), batch, options.steps)
     else:
-        model = ax.DDP(make_model(shape), ax.make_mesh(data=1), kernels=options.kernels)
-    trainer = model.trainer(optimizer(), loss_fn)
+        own = FlaxGPT(shape, nnx.Rngs(0)) if options.way == "flax" else make_model(shape)
+        model = ax.DDP(own, ax.make_mesh(data=1), kernels=options.kernels)
+    trainer = model.trainer(optimizer(), flax_loss if options.way == "flax" else loss_fn)
     return Stepping(trainer.state, trainer.train_step, batch, options.steps)
 
 

@@ -5,8 +5,9 @@ Run: python benchmarks/peers/gpu_speed.py --output gpu.json (jax with CUDA, flax
 Shows: tokens/s, MFU and memory of a training step of GPT-2 (12 layers unrolled, cuDNN's attention, vocabulary padded to
 50,304, AdamW, all logits), with and without this library's kernels, and of PyTorch's from the same weights and batch; the slice
 of Llama in bf16 and fp8; the times of GPT-2's kernels and its program (gpu.tsv, gpu.hlo.txt); where minutes are left the step
-written by hand in JAX, logits in chunks, flags of XLA, batches of other sizes. Every configuration runs in a process of its
-own, the main ones several times in turns, and is in the file as soon as it ends. What was not measured has its reason there.
+written by hand in JAX, the same model in Flax's own modules, logits in chunks, flags of XLA, batches of other sizes. Every
+configuration runs in a process of its own, the main ones several times in turns, and is in the file as soon as it ends. What
+was not measured has its reason there.
 Bars: 1.1 times `torch.compile`, MFU 50%, of the slice 60%, fp8 1.25 times bf16.
 """
 
@@ -171,6 +172,8 @@ def sweep(session: Session) -> None:
     """Other ways of the same step, what flags change, and batches of other sizes."""
     chunk = "128" if session.options.tiny else str(CHUNK)
     ways = {"hand-written JAX": ("--way", "hand-written"), "logits in chunks": ("--loss-chunk", chunk)}
+    ways["Flax's own modules"] = ("--way", "flax")  # their norms and loss are found, and are kernels
+    ways["Flax's own modules, without kernels"] = ("--way", "flax", "--kernels", "xla")
     for name, words in ways.items():
         session.note("ways", name, session.ours(*words))
     for name, flags in FLAGS.items():

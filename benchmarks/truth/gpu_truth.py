@@ -94,6 +94,9 @@ def table():
     import optax
     from flax import nnx
 
+    sys.path.insert(0, str(HERE.parent))  # what all folders share
+    from small_gpt import FlaxGPT, flax_loss
+
     import axonml_jax as ax
     from axonml_jax.models.config import ExpertsConfig, TransformerConfig
     from axonml_jax.models.transformer import Transformer
@@ -120,6 +123,13 @@ def table():
 
     def in_bf16(**options):
         return lambda: (trained(model_of(dtype="bfloat16", **options), ax.Plan(precision="bf16"))[0], "")
+
+    def of_others(kernels):
+        theirs = {"tokens": batch["x"], "targets": batch["y"]}
+        shape = dataclasses.replace(sizes, dtype="bfloat16")
+        model = ax.DDP(FlaxGPT(shape, nnx.Rngs(0)), ax.make_mesh(data=1), kernels=kernels)
+        trainer = model.trainer(optax.adamw(1e-3), flax_loss)
+        return [np.ravel(trainer.step(theirs)["loss"])[0] for _ in range(3)], ""
 
     def float16():
         found, trainer = trained(model_of(dtype="float16"), ax.Plan(precision="float16"), steps=12)
@@ -228,6 +238,8 @@ def table():
             trained(model_of(dtype="bfloat16"), ax.Plan(precision="bf16", kernels="xla"))[0],
             "",
         ),
+        "bf16, Flax's modules": lambda: of_others("auto"),
+        "bf16, Flax's modules plainly": lambda: of_others("xla"),
         "bf16, in chunks": in_bf16(loss_chunk=64),
         "bf16, Llama": in_bf16(norm="rmsnorm", activation="swiglu", position="rotary", use_bias=False, num_kv_heads=2),
         "float16": float16,
