@@ -95,6 +95,7 @@ from axonml_jax.mesh.world import MockBackend as MockBackend
 from axonml_jax.mesh.world import ProcessGroup as ProcessGroup
 from axonml_jax.mesh.world import World as World
 from axonml_jax.mesh.world import spawn as spawn
+from axonml_jax.model.buffers import as_state as as_state
 from axonml_jax.model.lora import lora as lora
 from axonml_jax.model.loss import Precision as Precision
 from axonml_jax.model.loss import WeightedMean as WeightedMean

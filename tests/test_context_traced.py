@@ -273,3 +273,17 @@ def test_what_does_not_go_together_is_refused():
         ax.parallelize(Written(), mesh_of({"context": 2}), ax.Plan(check_vma=True))
     with pytest.raises(ValueError, match="order='striped' reorders positions"):
         ax.Context(sees="whole", order="striped")
+
+
+@pytest.mark.parametrize("degrees", [{"context": 4}, {"data": 2, "context": 2}, {"context": 2, "tensor": 1}], ids=str)
+def test_metrics_by_position_are_those_of_one_device_on_any_number_of_batch_shards(degrees):
+    def loss_fn(model, tokens):
+        losses = optax.softmax_cross_entropy_with_integer_labels(model(tokens)[:, :-1], tokens[:, 1:])
+        return losses.mean(), {"by_position": losses.mean(0), "tokens": tokens.mean(0)}
+
+    tokens = np.random.default_rng(0).integers(0, WORDS, (ROWS, LENGTH))
+    trainer = ax.ContextParallel(Flax(), mesh_of(**degrees)).trainer(optax.sgd(0.1), loss_fn)
+    _, plain = loss_fn(Flax(), tokens)
+    for found in (trainer.evaluate(tokens), trainer.step(tokens)):
+        for name, want in plain.items():
+            np.testing.assert_allclose(found[name], want, rtol=1e-5)

@@ -102,6 +102,36 @@ def test_no_sync_returns_each_ranks_own_gradients_and_sync_gradients_their_mean(
     np.testing.assert_allclose(loss, losses.mean(), rtol=1e-12)
 
 
+LOSSES_OF_ROWS = {
+    "masked mean": lambda each, w: (each * w).sum() / w.sum(),
+    "sum": lambda each, w: each.sum(),
+    "logarithm": lambda each, w: jnp.log(1 + each.sum()),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES_OF_ROWS)
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("axis", ["data", "fsdp"])
+def test_microbatches_within_no_sync_take_the_loss_of_all_rows_of_a_rank(name, axis, check_vma):
+    def loss_fn(model, batch):
+        each = ((model(batch["x"]) - batch["y"]) ** 2)[:, 0]
+        return LOSSES_OF_ROWS[name](each, batch["w"])
+
+    drawn = np.random.default_rng(0)
+    batch = {"x": drawn.normal(size=(8, 4)), "y": drawn.normal(size=(8, 1)), "w": np.array([1.0, 1, 1, 0, 1, 0, 0, 0])}
+    make = lambda: nnx.Linear(4, 1, param_dtype=F64, rngs=nnx.Rngs(0))
+    model = ax.parallelize(
+        make(), ax.make_mesh(**{axis: 2}, devices=jax.devices()[:2]), ax.Plan(accumulate=2, check_vma=check_vma)
+    )
+    with model.no_sync():
+        losses, grads = model.value_and_grad(loss_fn)(batch)
+    for rank in range(2):
+        rows = jax.tree.map(lambda x, at=4 * rank: x[at : at + 4], batch)
+        loss, own = nnx.value_and_grad(loss_fn)(make(), rows)
+        np.testing.assert_allclose(losses[rank], loss, rtol=1e-12)
+        assert_trees_close(jax.tree.map(lambda g, r=rank: g[r], grads), nnx.to_pure_dict(own), f"rank {rank}")
+
+
 @pytest.mark.parametrize("name", ["nnx", "linen"])
 def test_two_microbatches_within_no_sync_equal_accumulation(mesh, name):
     ddp, loss_fn, make, _ = kind(name, mesh)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, get_args
 
 import jax
@@ -10,6 +11,49 @@ from flax import linen, nnx
 
 from axonml_jax.base import PyTree, named_leaves
 from axonml_jax.compat.order import manual_axes
+
+# --------------------------------------------------------------------------------------------------
+# Parameters that no optimizer changes, but the model itself.
+# --------------------------------------------------------------------------------------------------
+
+
+class State(nnx.Variable):
+    """State of a module that was made with parameters (`as_state`)."""
+
+
+def as_state(module: nnx.Module) -> nnx.Module:
+    """Make the parameters of a module state, which its model may write: a target network that follows another (BYOL, MoCo).
+
+    State is not trained, whole on every rank, saved in checkpoints, and synchronized as statistics of batches are.
+
+    >>> class Follows(nnx.Module):
+    ...     def __init__(self, rngs):
+    ...         self.online = nnx.Linear(8, 4, rngs=rngs)
+    ...         self.target = as_state(nnx.Linear(8, 4, rngs=rngs))
+
+    Args:
+      module: changed in place. Parameters that are shared within it stay shared.
+
+    Returns:
+      The module.
+
+    Raises:
+      ValueError: where the module has no parameters.
+    """
+    made: dict[int, State] = {}
+    nodes: list[Any] = [node for _, node in nnx.iter_graph(module)]
+    for node in nodes:
+        by_key = dict(enumerate(node)) if isinstance(node, list) else node if isinstance(node, dict) else None
+        put = partial(setattr, node) if by_key is None else node.__setitem__
+        held = vars(node) if by_key is None and isinstance(node, nnx.Pytree) else by_key or {}
+        for name, value in list(held.items()):
+            if isinstance(value, nnx.Param):
+                state = made.setdefault(id(value), State(value.get_value(), **value.get_metadata()))
+                put(name, state)
+    if not made:
+        raise ValueError(f"as_state: {type(module).__name__} has no parameters (nnx.Param)")
+    return module
+
 
 # --------------------------------------------------------------------------------------------------
 # BatchNorm whose statistics are those of the global batch, for models written for one device.

@@ -10,6 +10,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -916,6 +917,37 @@ def deferred_nnx(
     return view, shapes
 
 
+class Written:
+    """Parameters that model code has other values for after its calls than it was bound to."""
+
+    def __init__(self) -> None:
+        self._given: dict[str, list[Any]] = {}
+        self.found: dict[str, Any] = {}
+
+    def bind(self, params: Mapping[str, Any]) -> None:
+        """A module was made of these."""
+        for name, leaf in params.items():
+            self._given.setdefault(name, []).append(leaf)
+
+    def note(self, params: Mapping[str, Any]) -> None:
+        """A module has these after its calls."""
+        given = self._given
+        self.found |= {name: x for name, x in params.items() if all(x is not each for each in given.get(name, [x]))}
+
+
+_written: ContextVar[Written | None] = ContextVar("written", default=None)
+
+
+@contextmanager
+def noting_written() -> Iterator[Written]:
+    """Notes in the block what NNX modules write into their parameters."""
+    token = _written.set(written := Written())
+    try:
+        yield written
+    finally:
+        _written.reset(token)
+
+
 class NNXFunctional(Functional):
     """An NNX module as pure functions. The user's module itself is never changed.
 
@@ -946,6 +978,8 @@ class NNXFunctional(Functional):
     def bind(self, variables: Variables, key: jax.Array, mode: Mode) -> nnx.Module:
         """A new module of the user's class on these arrays."""
         params = merge(variables.params, variables.frozen)
+        if (written := _written.get()) is not None:
+            written.bind(named_leaves(params))
         model = nnx.merge(self.graphdef, params, self._restart(key), variables.state, copy=True)
         if mode.training is not None:
             model.train() if mode.training else model.eval()
@@ -957,7 +991,9 @@ class NNXFunctional(Functional):
 
     def state_of(self, bound: nnx.Module) -> PyTree:
         """The module's state after its calls; variables that the calls added (such as `sow`) are dropped."""
-        _, _, _, state = nnx.split(bound, nnx.Param, nnx.RngState, ...)
+        _, params, _, state = nnx.split(bound, nnx.Param, nnx.RngState, ...)
+        if (written := _written.get()) is not None:
+            written.note(named_leaves(nnx.to_pure_dict(params)))
         state = nnx.to_pure_dict(state)
         return _like(self._shapes.state, state)
 

@@ -34,7 +34,7 @@ from axonml_jax.compat.order import (
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.compat.versions import CPU_BARRIER_OPTIONS
 from axonml_jax.model.loss import UNREAD, Loss, of_arrays, parse_loss
-from axonml_jax.model.view import Functional, Mode, Variables
+from axonml_jax.model.view import Functional, Mode, Variables, merge, noting_written
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.batch import several_batches
 from axonml_jax.sharding.layout import is_layout, to_host
@@ -289,10 +289,15 @@ class Objective:
 
     def _of(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
         on_rows = partial(self._on_rows, variables, key)
-        if self.whole is None:
-            return on_rows(batch)
-        with self.inside():
-            return self.whole(self.model, self._explained, self.mode, variables, key, batch, on_rows)
+        with noting_written() as written:
+            if self.whole is None:
+                made = on_rows(batch)
+            else:
+                with self.inside():
+                    made = self.whole(self.model, self._explained, self.mode, variables, key, batch, on_rows)
+        if written.found and self.mode.training is not False:
+            refuse_written(list(written.found), self._on_rows, variables, key, getattr(batch, "rows", batch))
+        return made
 
     def microbatches(self, variables: Variables, key: jax.Array, rows: PyTree, batches: PyTree) -> PyTree:
         """A rank's microbatches, stacked, as the loss takes them.
@@ -494,6 +499,46 @@ def part_keys(placement: Placement, key: jax.Array, rows: PyTree, count: int) ->
     return [row_key(whole, rank * count + number, own, parts) for number in range(count)]
 
 
+def refuse_written(names: list[str], run: Callable, variables: Variables, key: jax.Array, rows: PyTree) -> None:
+    """Refuse a loss whose code, or the model's, writes into parameters: a step would drop that.
+
+    Args:
+      names: parameters that are others afterwards.
+      run: `run(variables, key, rows)`: traced where loops and `jax.checkpoint` hand values on as new ones.
+
+    Raises:
+      ValueError: naming every parameter, and the remedy.
+    """
+    params = named_leaves(merge(variables.params, variables.frozen))
+
+    def after(leaves: list[Any]) -> list[Any]:
+        given = jax.tree.unflatten(jax.tree.structure(merge(variables.params, variables.frozen)), leaves)
+        with noting_written() as written:
+            run(replace(variables, params=given, frozen={}), key, rows)
+        return [written.found.get(name, leaf) for name, leaf in zip(params, leaves, strict=True)]
+
+    ends = zip(params, _handed_on(after, list(params.values())), strict=True)
+    if not (really := [name for k, (name, end) in enumerate(ends) if end != k and name in names]):
+        return
+    raise ValueError(
+        f"the model or the loss writes into parameters, and a step would drop what it writes: {', '.join(really)}. Parameters "
+        "are changed by the optimizer alone. What follows other parameters, such as a target network, is state: "
+        "ax.as_state(model.target) before the model is wrapped. Weights that are normalized or limited: compute with the new "
+        "array without writing it back, or limit them in the optimizer"
+    )
+
+
+def _handed_on(fun: Callable[[Any], Any], given: PyTree) -> list[int | None]:
+    """Of each result of a function which leaf that it is given it is; None: none."""
+    from axonml_jax.program.program import is_constant, read_program
+    from axonml_jax.program.values import nested
+
+    program = read_program(trace(fun, given).jaxpr)
+    whole = nested(program)
+    places = {value: k for k, value in enumerate(whole.top.of(program.inputs))}
+    return [None if is_constant(atom) else places.get(whole.handed_on(atom)) for atom in whole.results]
+
+
 def refuse_moved(model: Functional, before: PyTree, after: PyTree, again: Callable[[PyTree], PyTree]) -> None:
     """Refuse an evaluation that changes statistics of batches: its figures would depend on what else is in the batch.
 
@@ -508,13 +553,8 @@ def refuse_moved(model: Functional, before: PyTree, after: PyTree, again: Callab
     statistic, old, new = model.batch_statistics(), named_leaves(before), named_leaves(after)
     moved = [name for name, leaf in new.items() if statistic(name) and leaf is not old[name]]
     if moved:
-        from axonml_jax.program.program import read_program
-        from axonml_jax.program.values import nested
-
-        program = read_program(trace(again, before).jaxpr)
-        whole = nested(program)
-        ends = dict(zip(old, zip(whole.top.of(program.inputs), whole.results, strict=True), strict=True))
-        moved = [name for name in moved if whole.handed_on(ends[name][1]) != ends[name][0]]
+        ends = dict(zip(old, enumerate(_handed_on(again, before)), strict=True))
+        moved = [name for name in moved if ends[name][0] != ends[name][1]]
     if moved:
         raise ValueError(
             "evaluation changes these statistics of batches, so a module in it runs in training mode: "

@@ -82,8 +82,6 @@ class OneByOne(GradientEngine):
     def _batches(self, variables: Variables, keys: list, batch: PyTree) -> PyTree:
         """This rank's microbatches as the loss takes them."""
         batches = self.placement.batch_layout.microbatches(batch, len(keys))
-        if not self.sync:
-            return batches
         batches = self.objective.microbatches(read_shapes(self.placement, variables.state), keys[0], batch, batches)
         if self.objective.sweeps(batches) and self.parts.scale is not None:
             raise ValueError(NO_SCALE)
@@ -319,7 +317,11 @@ def summed(losses: Loss, placement: Placement, sync: bool) -> Loss:
     leaves, treedef = jax.tree.flatten(sums)
     if sync:
         with jax.named_scope("axonml.metrics"):
-            leaves = all_reduce_leaves(leaves, placement.axes.synced, flat=len(leaves) > 1)
+            # XLA cannot partition a sum over one rank of what is split along axes left to it.
+            alone = (
+                bool(placement.left) and placement.ranks(placement.axes.synced) == 1 and not placement.plan.check_vma
+            )
+            leaves = all_reduce_leaves(leaves, () if alone else placement.axes.synced, flat=len(leaves) > 1)
     return treedef.unflatten(leaves)
 
 

@@ -216,7 +216,7 @@ def objective_of(
 
     With `trains` it is refused where nothing that is trained reaches it, with `gradients` where layers give it wrong ones.
     """
-    mode, whole = forward_mode(placement, training), whole_batch(placement, loss_fn) if sync else None
+    mode, whole = forward_mode(placement, training), whole_batch(placement, loss_fn, sync)
     whole = whole and replace(whole, trains=trains)
     if placement.plan.draws == "rows":
         refuse_draws_by_rows(placement, whole)
@@ -225,20 +225,21 @@ def objective_of(
     return Objective(model, loss_fn, mode, placement.axes.positions, placement.inside, read, whole, trains, placed)
 
 
-def whole_batch(placement: Placement, loss_fn: LossFn) -> "WholeBatch | None":
+def whole_batch(placement: Placement, loss_fn: LossFn, sync: bool = True) -> "WholeBatch | None":
     """What a loss means on the whole batch, or on all of a replica that trains by itself; None where ranks have no parts of it.
 
-    It is not known where several axes split positions.
+    Without `sync` every rank is one. It is not known where several axes split positions.
     """
     axes = placement.axes
-    if len(axes.positions) > 1 or placement.ranks(axes.synced) * placement.plan.microbatches == 1:
+    apart, synced = (axes.independent, axes.synced) if sync else (axes.batch, ())
+    if len(axes.positions) > 1 or placement.ranks(synced) * placement.plan.microbatches == 1:
         return None
     from axonml_jax.meaning.places import Group
     from axonml_jax.meaning.whole_batch import MixingRows, WholeBatch
 
     split = {axis for axis, size in placement.degrees.items() if size > 1}
     in_layers = not split.isdisjoint(set(LAYER_AXES).difference(placement.left))
-    together = lambda names: tuple(axis for axis in names if axis not in axes.independent)
+    together = lambda names: tuple(axis for axis in names if axis not in apart)
     layout, rows = placement.batch_layout, together(placement.batch_layout.rows)
     trained = jax.tree.leaves(placement.params, is_leaf=is_layout)
     most = max(2**24, sum(layout.size * layout.dtype.itemsize for layout in trained))
@@ -246,7 +247,7 @@ def whole_batch(placement: Placement, loss_fn: LossFn) -> "WholeBatch | None":
     of_leaf = lambda path, shape: {**({0: rows} if shape else {}), **layout.split(path, shape)}
     dims = lambda path, shape: {dim: together(names) for dim, names in of_leaf(path, shape).items()}
     group = Group(rows, placement.ranks(rows))
-    return WholeBatch(group, dims, most, sweeps, in_layers, *_positions(placement), apart=axes.independent)
+    return WholeBatch(group, dims, most, sweeps, in_layers, *_positions(placement), apart=apart)
 
 
 def refuse_draws_by_rows(placement: Placement, whole: "WholeBatch | None") -> None:
