@@ -155,6 +155,33 @@ def test_in_microbatches_and_beside_split_layers_what_is_no_mean_is_refused(name
             trainer.step(BATCH)
 
 
+def _penalty(model, b):
+    return jnp.sqrt((jax.grad(lambda x: model(x).sum())(b["x"]) ** 2).sum())
+
+
+def _mapped(model, b):
+    return masked(jax.vmap(model)(b["x"]), b)
+
+
+def _changed(model, b):
+    model.head.bias = nnx.Variable(model.head.bias[...] * b["m"].sum())
+    return masked(model(b["x"]), b)
+
+
+@pytest.mark.parametrize(
+    "loss_fn, does",
+    [
+        (_penalty, r"differentiates or maps the model at \S+test_model_numbers.py:\d+ \(in <lambda>\)"),
+        (_mapped, r"differentiates or maps the model at \S+test_model_numbers.py:\d+ \(in _mapped\)"),
+        (_changed, r"changes the model's \S+.* at \S+test_model_numbers.py:\d+ \(in _changed\)"),
+    ],
+)
+def test_in_microbatches_a_loss_is_refused_by_what_it_does_and_its_line(loss_fn, does):
+    trainer = ax.DDP(Net(masked), mesh_of(data=4)).trainer(optax.sgd(0.1), loss_fn, accumulate=2)
+    with pytest.raises(ValueError, match=f"^the loss {does}, and it is not known what that means"):
+        trainer.step(BATCH)
+
+
 def test_a_proven_mean_stays_one_call_of_the_model():
     of = lambda name: str(
         ax.DDP(Net(INSIDE[name]), mesh_of(data=4)).trainer(optax.sgd(0.1), lambda m, b: m.loss(b)).trace(BATCH).jaxpr

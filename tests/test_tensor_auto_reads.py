@@ -49,8 +49,8 @@ def transposed(model, x):
 
 
 def normalized(model, x):
-    """`nnx.SpectralNorm` reads and writes the parameters of its layer through `nnx.state`."""
-    return nnx.SpectralNorm(model.up, rngs=nnx.Rngs(0))(x, update_stats=False)
+    """`nnx.SpectralNorm` reads and writes the parameters of its layer through `nnx.state`: of a copy, as none may be written."""
+    return nnx.SpectralNorm(nnx.clone(model.up), rngs=nnx.Rngs(0))(x, update_stats=False)
 
 
 def of_its_class(model, x):

@@ -13,7 +13,7 @@ PRIMITIVE = "model_call"
 
 
 class Transformed(Exception):
-    """The call is differentiated or mapped inside of the loss, where its shapes alone do not tell what it is."""
+    """What a loss does with a model of which shapes alone do not tell what it is, as words behind "the loss"."""
 
 
 def model_call(number: int, arrays: Sequence[Any], made: Sequence[Any]) -> list[jax.Array]:
@@ -32,7 +32,7 @@ def model_call(number: int, arrays: Sequence[Any], made: Sequence[Any]) -> list[
 
 
 def _refuse(*args: Any, **options: Any) -> Any:
-    raise Transformed
+    raise Transformed("differentiates or maps the model")
 
 
 _call = Primitive(PRIMITIVE)

@@ -221,7 +221,11 @@ def under_mesh(mesh: AbstractMesh) -> Iterator[None]:
         yield
 
 
-_LIBRARIES = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (jax, flax))
+_OWN = os.path.dirname(os.path.abspath(__file__))
+_LIBRARIES = (
+    *(os.path.dirname(str(module.__file__)) + os.sep for module in (jax, flax)),
+    *(os.path.join(os.path.dirname(_OWN), name) + os.sep for name in (os.path.basename(_OWN), "meaning")),
+)
 _REFUSALS = re.compile(
     "is not found in mesh|can only refer to Auto axes|contains a manual axes|are of type Auto or Manual"
     "|should match the (?:mesh of sharding|aval mesh)|is incompatible with mesh_shape|can map every mesh axis to at most one"
@@ -243,7 +247,7 @@ def axis_not_found(error: BaseException) -> str | None:
 
 
 def callers_line(error: BaseException) -> str:
-    """The innermost line outside of JAX and Flax that an error went through: the user's, where it is in his code."""
+    """The innermost line outside of JAX, Flax and what traces losses here that an error went through: the user's."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_LIBRARIES)]
     return f"{frames[-1].filename}:{frames[-1].lineno} (in {frames[-1].name})"
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.compat.model_call import Transformed
+from axonml_jax.compat.order import callers_line
 from axonml_jax.compat.row_keys import KNOWN, Drawn, draws, is_row_key, rows_of
 from axonml_jax.meaning.asked import Asked, Traced, calls_alone
 from axonml_jax.meaning.microbatches import Division, Mixing, divided
@@ -31,15 +32,23 @@ from axonml_jax.program.program import (
     through,
 )
 
-ROWS, INLINED = "rows", "inlined"
+ROWS = "rows"
 
-MAPPED = (
-    "the loss differentiates or maps the model, changes its modules (in more than settings), has it return a number of many "
-    "rows that is no mean of them, or calls it in a way whose shapes do not tell how its results are split, and it is not "
-    "known what that means for the whole batch in microbatches, where positions are split, or where layers split their "
-    "parameters: let the model return rows, take sizes from the batch (x.shape), or return ax.WeightedMean(total, weight), "
-    "two sums over the rows (and positions) that the loss is given"
-)
+NUMBERS = "has the model return a number of many rows that is no mean of them"
+UNPLACED = "calls the model in a way whose shapes do not tell how its results are split"
+
+
+def unknown(why: str) -> ValueError:
+    """Says that the model's own code would have to be in the loss's program, where that is not possible.
+
+    Args:
+      why: as words behind "the loss".
+    """
+    return ValueError(
+        f"the loss {why}, and it is not known what that means for the whole batch in microbatches, where positions are split, "
+        "or where layers split their parameters: let the model return rows, take sizes from the batch (x.shape), or return "
+        "ax.WeightedMean(total, weight), two sums over the rows (and positions) that the loss is given"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +82,7 @@ class Decided:
 
 
 def decided(asked: Asked, *, in_layers: bool, trains: bool) -> Decided | str:
-    """How a loss is run: a `Decided`, `ROWS`, or `INLINED`.
+    """How a loss is run: a `Decided`, `ROWS`, or with the model's own code in it: then why.
 
     Args:
       asked: the loss.
@@ -83,8 +92,8 @@ def decided(asked: Asked, *, in_layers: bool, trains: bool) -> Decided | str:
     local, failed = None, None
     try:
         local = asked.traced(asked.everywhere)
-    except Transformed:
-        return _inlined_decision(asked, in_layers)
+    except Transformed as error:
+        return _inlined_decision(asked, in_layers, f"{error} at {callers_line(error)}")
     except Exception as error:  # such as the five largest of four rows
         failed = error
     if local is not None and (local.weighted or talks(local.program, asked.axes)):
@@ -93,8 +102,8 @@ def decided(asked: Asked, *, in_layers: bool, trains: bool) -> Decided | str:
         return ROWS
     try:
         whole = asked.traced(())
-    except Transformed:
-        return _inlined_decision(asked, in_layers)
+    except Transformed as error:
+        return _inlined_decision(asked, in_layers, f"{error} ({callers_line(error)})")
     except Exception:
         if failed is None:
             raise
@@ -104,7 +113,7 @@ def decided(asked: Asked, *, in_layers: bool, trains: bool) -> Decided | str:
     if local is not None and not is_row_key(asked.key):
         _refuse_same_draws(whole, local)
     if local is not None and _makes_numbers(asked, whole, local):
-        return _inlined_decision(asked, in_layers)
+        return _inlined_decision(asked, in_layers, NUMBERS)
     if talks(whole.program, asked.axes):
         return ROWS
     if _has_positions(asked):
@@ -131,17 +140,17 @@ def _makes_numbers(asked: Asked, whole: Traced, local: Traced) -> bool:
     return any(mixes_rows(a, b, asked.groups) for a, b in pairs(local))
 
 
-def _inlined_decision(asked: Asked, in_layers: bool) -> str:
+def _inlined_decision(asked: Asked, in_layers: bool, why: str) -> str:
     """Of a loss that differentiates or maps the model: whether it is a plain mean all the same."""
     try:
         local, whole = asked.inlined(asked.everywhere), asked.inlined(())
     except Exception:
-        return INLINED
+        return why
     if _has_positions(asked):
-        return ROWS if local.weighted else INLINED
+        return ROWS if local.weighted else why
     talking = not in_layers and talks(whole.program, asked.axes)
     plain = local.weighted or talking or is_plain_mean(local, whole, asked.places(), asked.groups)
-    return ROWS if plain else INLINED
+    return ROWS if plain else why
 
 
 def _refuse_unread(asked: Asked, traced: Traced) -> None:

@@ -150,7 +150,7 @@ class Calls:
         """
         found = self._settings.changed(also=self._touched)
         if found.others or self._unknown or not self._settings.same_contents():
-            raise Transformed
+            raise Transformed("changes the model's modules in more than settings")
         return found.settings
 
     def _set_by_call(self, bound: Any, found: Changed) -> None:
@@ -172,7 +172,7 @@ class Calls:
         """Stand in for a call."""
         there = variables_of(bound)
         if self._changed(there):
-            raise Transformed  # the real model would not have what the loss changed
+            raise Transformed("changes the model's variables before it calls the model")
         attributes = self._set_by_loss()
         leaves, treedef = jax.tree.flatten((args, kwargs))
         arrays = [jnp.asarray(x) for x in leaves if is_array(x)]
@@ -270,7 +270,7 @@ def put_variables(bound: Any, values: Mapping[Path, Any]) -> None:
     nodes = dict(nnx.iter_graph(bound))
     for path, value in values.items():
         if not isinstance(node := nodes.get(path), nnx.Variable):  # one that the call has made, as `sow` does
-            raise Transformed
+            raise Transformed("calls a method that makes variables of the model")
         node.set_raw_value(value)
 
 
@@ -295,7 +295,7 @@ def _nnx_stand_in(cls: type) -> type:
             if not _arrays((args, kwargs)):
                 return plain(self, *args, **kwargs)
             if id(self) not in _STANDING:
-                raise Transformed  # a copy that a transformation of NNX has made
+                raise Transformed("calls a copy of the model, as transformations of NNX make")
             calls, bound, path = _STANDING[id(self)]
             return calls.note(bound, path, name, args, kwargs)
 
@@ -310,7 +310,7 @@ def _nnx_stand_in(cls: type) -> type:
     def missing(self: Any, name: str) -> Any:
         calls, _, _ = _STANDING.get(id(self), (None, None, ()))
         if calls is not None and calls.unknown(self, name):
-            raise Transformed
+            raise Transformed(f"reads {name!r}, which only a call of the model sets,")
         return other(self, name)
 
     def other(self: Any, name: str) -> Any:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from axonml_jax.base import LossFn, PyTree
 from axonml_jax.meaning.asked import Asked, SplitOf, Traced
-from axonml_jax.meaning.deciding import MAPPED, ROWS, Decided, decided, in_microbatches, refuse_draws
+from axonml_jax.meaning.deciding import ROWS, UNPLACED, Decided, decided, in_microbatches, refuse_draws, unknown
 from axonml_jax.meaning.interpreter import Interpreter
 from axonml_jax.meaning.microbatches import Microbatch, MicroRanks
 from axonml_jax.meaning.model_call import RealCalls, Unclear, put_variables
@@ -133,12 +133,13 @@ class WholeBatch:
         if decided == ROWS:
             return on_rows(batch)
         ranks = Ranks(groups, self.most_gathered, alone)
+        why = UNPLACED if isinstance(decided, Decided) else decided
         if isinstance(decided, Decided):
             try:
                 return self._run(asked, decided, ranks)
             except Unclear:
                 pass
-        return self._inlined(asked, ranks, on_rows)
+        return self._inlined(asked, ranks, on_rows, why)
 
     def _group(self, count: int) -> Group:
         """All microbatches of all ranks."""
@@ -177,10 +178,10 @@ class WholeBatch:
         put_variables(bound, dict(zip(whole.changed, [ranks.settled(x, ranks.none) for x in changed], strict=True)))
         return _as_sums(loss, ranks), asked.model.state_of(bound)
 
-    def _inlined(self, asked: Asked, ranks: Ranks, on_rows: Callable) -> tuple[Loss, PyTree]:
+    def _inlined(self, asked: Asked, ranks: Ranks, on_rows: Callable, why: str) -> tuple[Loss, PyTree]:
         """With the model's own code in the program, where the loss differentiates or maps it."""
         if self.in_layers or self.positions is not None:
-            raise ValueError(MAPPED)
+            raise unknown(why)
         whole = asked.inlined(())
         if talks(whole.program, asked.axes):
             return on_rows(asked.batch)
@@ -211,7 +212,7 @@ class WholeBatch:
         if (decided := self._decide(asked)) == ROWS:
             return batches
         if not isinstance(decided, Decided):
-            raise ValueError(MAPPED)
+            raise unknown(decided)
         try:
             decided = in_microbatches(asked, decided, two_sweeps=self.two_sweeps)
         except Unclear:
