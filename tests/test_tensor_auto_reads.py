@@ -49,7 +49,7 @@ def transposed(model, x):
 
 
 def normalized(model, x):
-    """`nnx.SpectralNorm` reads and writes the parameters of its layer through `nnx.state`: of a copy, as none may be written."""
+    """`nnx.SpectralNorm` reads and writes the parameters of its layer through `nnx.state`: those of a copy."""
     return nnx.SpectralNorm(nnx.clone(model.up), rngs=nnx.Rngs(0))(x, update_stats=False)
 
 
