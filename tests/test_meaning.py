@@ -332,7 +332,9 @@ def test_what_a_loss_sets_of_the_models_modules_holds_in_its_calls(loss, plan, c
         ax.auto_parallelize(model, mesh)
     parallel = ax.parallelize(model, mesh, ax.Plan(check_vma=check_vma, **options))
     if loss in OWN_CODE and plan != "ddp":
-        with pytest.raises(ValueError, match=r"(the model's modules|which only a call).* at .*test_meaning.py:\d+.*two sums"):
+        with pytest.raises(
+            ValueError, match=r"(the model's modules|which only a call).* at .*test_meaning.py:\d+.*two sums"
+        ):
             parallel.trainer(optax.sgd(0.1), loss).step(batch_of(16))
         return
     trainer = parallel.trainer(optax.sgd(0.1), loss)
