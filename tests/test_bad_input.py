@@ -171,8 +171,19 @@ def test_a_trainer_that_cannot_work_is_refused_before_its_state_is_allocated(wha
 
 BATCHES = {
     "too few rows": (regression(7), ["2 batch shards", "x: shape (7, 5)", "w: shape (7,)", "use 6 or 8 rows"]),
-    "no rows": (regression(0), ["x: shape (0, 5)", "use 2 rows"]),
-    "one leaf that does not divide": ({**BATCH, "y": BATCH["y"][:7]}, ["y: shape (7, 3)", "multiple of 2"]),
+    "no rows": (regression(0), ["the batch is empty", "x: shape (0, 5)", "skip it"]),
+    "one leaf that does not divide": (
+        {**BATCH, "y": BATCH["y"][:7]},
+        ["differ in the size of dim 0", "y: shape (7, 3)"],
+    ),
+    "an array without rows": (
+        {**BATCH, "classes": np.ones(3)},
+        ["differ in the size of dim 0", "classes: shape (3,)", "x: shape (8, 5)", "let the loss close over it"],
+    ),
+    "masked values": (
+        {**BATCH, "x": np.ma.masked_greater(BATCH["x"], 0.5)},
+        ["masked values", "x: shape (8, 5)", "leaf.filled(value)", "np.ma.getmaskarray(leaf)"],
+    ),
     "leaves that differ": (
         {**BATCH, "y": BATCH["y"][:4]},
         ["differ in the size of dim 0", "x: shape (8, 5)", "(4, 3)"],
@@ -200,23 +211,23 @@ def model():
 @pytest.mark.parametrize("what", BATCHES)
 def test_a_batch_that_cannot_be_split_is_refused_wherever_it_is_given(model, what, use):
     batch, words = BATCHES[what]
-    if use == "evaluate" and what in (
-        "too few rows",
-        "one leaf that does not divide",
-    ):  # any number of rows is taken, of all leaves alike
-        if what == "too few rows":
-            return
-        words = ["differ in the size of dim 0", "y: shape (7, 3)"]
+    if use == "evaluate" and what == "too few rows":  # any number of rows is taken
+        return
     with pytest.raises((ValueError, TypeError)) as caught:
         USES[use](model, batch)
     missing = [word for word in words if word not in str(caught.value)]
     assert not missing, f"{missing} not in: {caught.value}"
 
 
-def test_only_the_leaves_that_do_not_divide_are_named(model):
+@pytest.mark.parametrize("what", ["one leaf that does not divide", "an array without rows", "no rows"])
+def test_leaves_that_differ_and_batches_without_rows_are_not_called_uneven(model, what):
     with pytest.raises(ValueError) as caught:
-        USES["step"](model, BATCHES["one leaf that does not divide"][0])
-    assert " x:" not in str(caught.value)
+        USES["step"](model, BATCHES[what][0])
+    assert not any(words in str(caught.value) for words in ("split evenly", "multiple of 1", "1 rows"))
+
+
+def test_a_masked_array_that_masks_nothing_is_a_plain_one():
+    np.testing.assert_array_equal(ddp()(np.ma.masked_array(BATCH["x"])), ddp()(BATCH["x"]))
 
 
 def test_microbatches_count_in_what_must_divide(model):

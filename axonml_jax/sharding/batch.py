@@ -275,9 +275,10 @@ def check_batch(layout: BatchLayout, batch: PyTree, microbatches: int = 1) -> No
     """Refuse a batch whose leaves do not split evenly into shards and microbatches.
 
     Raises:
-      TypeError: naming every leaf that is not made of numbers; for a loader in the place of a batch, or arrays that JAX traces.
-      ValueError: naming every leaf that does not divide, the rule and the nearest sizes that do; or that the batch has
-        no leaf with a batch dim, or none with positions where an axis splits these.
+      TypeError: naming every leaf that is not made of numbers, or has masked values; for a loader in the place of a batch, or
+        arrays that JAX traces.
+      ValueError: naming leaves that differ in their rows, or do not divide, the rule and the nearest sizes that do; or that the
+        batch has no rows, no leaf with a batch dim, or none with positions where an axis splits these.
     """
     degree, parts = layout.row_degree, layout.row_degree * microbatches
     leaves = _leaves(batch)
@@ -290,28 +291,36 @@ def check_batch(layout: BatchLayout, batch: PyTree, microbatches: int = 1) -> No
         raise ValueError(
             f"the batch has no array with a batch dim to split over {degree} shards: leaves {list(leaves)}"
         )
-    sizes = {shape[0] for shape in split.values()}
-    wrong = {name: shape for name, shape in split.items() if shape[0] % parts or shape[0] == 0}
-    if not wrong and len(sizes) == 1:
-        return _check_positions(layout, split)
-    rows = "\n".join(f"  {name or 'batch'}: shape {shape}" for name, shape in (wrong or split).items())
-    differ = (
-        "the batch's leaves differ in the size of dim 0, which is the batch dim of all of them (an array without rows is none "
-        "of the batch: keep it in the model, or let the loss close over it; a key is jax.random.key(seed), which has no dim)"
-    )
-    if not wrong:
-        raise ValueError(f"{differ}:\n{rows}")
-    size = min(shape[0] for shape in wrong.values())
+    named = lambda names: "\n".join(f"  {name or 'batch'}: shape {split[name]}" for name in names)
+    if masked := [name for name in split if np.ma.is_masked(leaves[name])]:
+        raise TypeError(
+            f"these leaves of the batch have masked values, and arrays of JAX have no masks:\n{named(masked)}\ngive "
+            "leaf.filled(value), and np.ma.getmaskarray(leaf) as a leaf of its own for the loss to leave them out"
+        )
+    size, *others = {shape[0] for shape in split.values()}
+    if others:
+        raise ValueError(
+            "the batch's leaves differ in the size of dim 0, which is the batch dim of all of them (an array without rows is "
+            "none of the batch: keep it in the model, or let the loss close over it; a key is jax.random.key(seed), which has "
+            f"no dim):\n{named(split)}"
+        )
+    if not size:
+        raise ValueError(f"the batch is empty, its leaves have no rows:\n{named(split)}\nskip it, or give it rows")
+    if size % parts:
+        raise ValueError(_uneven(layout, microbatches, size, named(split)))
+    _check_positions(layout, split)
+
+
+def _uneven(layout: BatchLayout, microbatches: int, size: int, rows: str) -> str:
+    degree, parts = layout.row_degree, layout.row_degree * microbatches
     below, above = size // parts * parts, (size // parts + 1) * parts
     how = f"{degree} batch shards (mesh {dict(layout.degrees)})" + (
         f" x {microbatches} microbatches = {parts} parts" if microbatches > 1 else ""
     )
-    raise ValueError(
+    return (
         f"the global batch does not split evenly into {how}:\n{rows}\n"
         f"dim 0 must be a multiple of {parts}: use {f'{below} or ' if below else ''}{above} rows"
         f"{', another number of microbatches,' if microbatches > 1 else ''} or another mesh"
-        + f"\n{differ}"
-        * (len(sizes) > 1)
     )
 
 
@@ -321,12 +330,8 @@ def number_of_rows(layout: BatchLayout, batch: PyTree) -> int:
     Raises:
       TypeError, ValueError: as `check_batch` of all else.
     """
-    check_batch(layout if _is_empty(batch) else replace(layout, rows=(), spread=()), batch)
+    check_batch(replace(layout, rows=(), spread=()), batch)
     return next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
-
-
-def _is_empty(batch: PyTree) -> bool:
-    return not isinstance(batch, Iterator) and any(np.shape(x)[:1] == (0,) for x in jax.tree.leaves(batch))
 
 
 def rows_of(batch: PyTree, start: int, end: int) -> PyTree:
