@@ -79,6 +79,26 @@ def test_what_holds_no_arrays_is_refused_with_what_to_give(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+class Keyed(nnx.Module):
+    """A random key that is no stream's, in a variable."""
+
+    def __init__(self):
+        self.layer, self.key = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Variable(jax.random.key(1))
+
+
+def test_random_keys_are_named_and_may_be_left_out_or_written_as_words(tmp_path):
+    file, model = tmp_path / "it.safetensors", Keyed()
+    with pytest.raises(
+        TypeError, match=r"save_safetensors: .* random keys: key: key<fry>\[\]. .*random.key_data.*rename="
+    ):
+        ax.save_safetensors(file, model)
+    assert not list(tmp_path.iterdir())
+    ax.save_safetensors(file, model, rename=lambda name: None if name in ["key"] else name)
+    assert set(ax.load_safetensors(file)) == {"layer/kernel", "layer/bias"}
+    ax.save_safetensors(file, {"key": jax.random.key_data(model.key[...])})
+    assert set(ax.load_safetensors(file)) == {"key"}
+
+
 def test_a_model_given_to_load_is_refused_with_the_way_into_it(tmp_path):
     module = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     ax.save_safetensors(tmp_path / "x", module)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from axonml_jax.model.view import named_arrays
+from axonml_jax.model.view import is_key, named_arrays
 
 # --------------------------------------------------------------------------------------------------
 # Arrays by name in `safetensors` files, the format in which weights are published, with names mapped on the way.
@@ -63,7 +63,13 @@ def save_safetensors(
         named = named_arrays(values)
     except (TypeError, ValueError) as error:
         raise type(error)(f"save_safetensors: {error}") from error
-    arrays = {name: np.asarray(value, order="C") for name, value in renamed(named, rename).items()}
+    new = renamed(named, rename)
+    if keys := [f"{name}: {value.dtype}{list(value.shape)}" for name, value in new.items() if is_key(value)]:
+        raise TypeError(
+            f"save_safetensors: the files hold no random keys: {', '.join(keys)}. Write jax.random.key_data(key) under its "
+            "name (jax.random.wrap_key_data makes a key of that), or leave them out: rename= gives None for their names"
+        )
+    arrays = {name: np.asarray(value, order="C") for name, value in new.items()}
     if not arrays:
         raise ValueError(f"save_safetensors: there is no array to write to {path}")
     if wrong := [f"{name}: {value.dtype}" for name, value in arrays.items() if value.dtype.name not in _HELD]:

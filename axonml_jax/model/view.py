@@ -1136,13 +1136,22 @@ def named_arrays(given: Any) -> dict[str, Any]:
 
 
 def _checked(leaves: list[tuple[str, Any]]) -> dict[str, Any]:
-    foreign = [f"{name}: {_words(leaf)}" for name, leaf in leaves if np.asarray(leaf).dtype.kind in "OUSMm"]
+    foreign = [f"{name}: {_words(leaf)}" for name, leaf in leaves if _is_foreign(leaf)]
     if foreign:
         raise TypeError(f"these values are no arrays: {'; '.join(foreign)}. Leave them out")
     names = [name for name, _ in leaves]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"several values have the same path: {', '.join(twice)}. Rename one of each")
     return dict(leaves)
+
+
+def _is_foreign(leaf: Any) -> bool:
+    return not is_key(leaf) and np.asarray(leaf).dtype.kind in "OUSMm"
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is a random key, or several, which NumPy has not."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _whole(value: Any) -> bool:
