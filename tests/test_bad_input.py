@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from plan_models import CASES, DropoutMLP, LinenNet, mean_loss, regression
 
 import axonml_jax as ax
@@ -144,6 +144,59 @@ TRAINERS = {
     "no optimizer": (lambda: trainer(tx=None), ["optax.GradientTransformation", "NoneType"]),
     "gradients of no loss function": (lambda: ddp().value_and_grad(3)(BATCH), ["loss_fn=3", "cannot be called"]),
 }
+
+
+class WholeNumbers(nnx.Module):
+    """A parameter of integers and one of flags beside those that train."""
+
+    def __init__(self):
+        self.layers = nnx.List([nnx.Linear(5, 5, rngs=nnx.Rngs(seed)) for seed in range(2)])
+        self.order, self.keep = nnx.Param(jnp.arange(5)[::-1]), nnx.Param(jnp.ones(5, bool))
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x[:, self.order[...]] * self.keep[...]
+
+
+class LinenWholeNumbers(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        for _ in range(2):
+            x = linen.Dense(5)(x)
+        order = self.param("order", lambda key: jnp.arange(5)[::-1])
+        return x[:, order] * self.param("keep", lambda key: jnp.ones(5, bool))
+
+
+FACADES = {
+    "ddp": (ax.DDP, {"data": 2}, {}),
+    "zero1": (ax.FSDP, {"fsdp": 2}, {"sharding_strategy": "shard_optimizer"}),
+    "zero3": (ax.FSDP, {"fsdp": 2}, {}),
+    "hybrid": (ax.FSDP, {"data": 2, "fsdp": 2}, {}),
+    "pipeline": (ax.Pipeline, {"data": 2, "pipe": 2}, {"num_microbatches": 2}),
+}
+
+
+def squares(model, batch):
+    return jnp.mean(model(batch["x"]) ** 2)
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize("facade", FACADES)
+def test_trained_parameters_without_gradients_are_all_named_and_the_remedy_works(facade, kind):
+    wrap, degrees, options = FACADES[facade]
+    if kind == "linen":
+        model = LinenWholeNumbers()
+        options = options | {"params": model.init(jax.random.key(0), BATCH["x"])}
+    else:
+        model = WholeNumbers()
+    whole = wrap(model, mesh(**degrees), **options)
+    whole(BATCH["x"])
+    words = ["keep: bool", "order: int", "trainable=lambda name: name not in ['keep', 'order']"]
+    check(lambda: whole.trainer(optax.sgd(0.1), squares), words, allowed=64)
+    check(lambda: whole.value_and_grad(squares)(BATCH), words, allowed=64)
+    floats = wrap(model, mesh(**degrees), trainable=lambda name: name not in ["keep", "order"], **options)
+    assert np.isfinite(floats.trainer(optax.sgd(0.1), squares).step(BATCH)["loss"])
 
 
 def on_the_mesh():

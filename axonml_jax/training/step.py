@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -214,8 +215,11 @@ def objective_of(
 ) -> Objective:
     """A loss function on a model, as it runs under a plan; of every rank's own rows without `sync`.
 
-    With `trains` it is refused where nothing that is trained reaches it, with `gradients` where layers give it wrong ones.
+    With `trains` it is refused where nothing that is trained reaches it, with `gradients` where layers give it wrong ones, or
+    trained parameters have none.
     """
+    if gradients:
+        _refuse_whole_numbers(model)
     mode, whole = forward_mode(placement, training), whole_batch(placement, loss_fn, sync)
     whole = whole and replace(whole, trains=trains)
     if placement.plan.draws == "rows":
@@ -223,6 +227,17 @@ def objective_of(
     read = partial(reading, model=model, placement=placement, precision=mode.precision, trains=gradients)
     placed = partial(reading_users, model=model, placement=placement)
     return Objective(model, loss_fn, mode, placement.axes.positions, placement.inside, read, whole, trains, placed)
+
+
+def _refuse_whole_numbers(model: Functional) -> None:
+    dtypes = {name: leaf.dtype for name, leaf in named_leaves(model.shapes.params).items()}
+    if wrong := {name: dtype for name, dtype in dtypes.items() if not jnp.issubdtype(dtype, jnp.inexact)}:
+        named = ", ".join(f"{name}: {dtype}" for name, dtype in wrong.items())
+        raise TypeError(
+            f"parameters of dtypes without gradients cannot be trained: {named}. Keep them as another kind of "
+            "variable (nnx.Variable, a collection of a Linen module besides params), or leave them out when "
+            f"the model is wrapped: trainable=lambda name: name not in {list(wrong)}"
+        )
 
 
 def whole_batch(placement: Placement, loss_fn: LossFn, sync: bool = True) -> "WholeBatch | None":
