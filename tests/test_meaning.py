@@ -368,6 +368,77 @@ def test_what_an_object_works_out_in_a_call_is_no_change():
     np.testing.assert_allclose(trainer.step(batch_of(16))["loss"], wanted, rtol=1e-9)
 
 
+class Output:
+    """What JAX does not see into."""
+
+    def __init__(self, logits, name="net"):
+        self.logits, self.name = logits, name
+
+
+def returning(make, net=Net):
+    class Returning(net):
+        def __call__(self, x):
+            return make(super().__call__(x))
+
+    return Returning(nnx.Rngs(0))
+
+
+def squares(y, b):
+    return (y**2 * b["mask"][:, None]).sum() / b["mask"].sum()
+
+
+# What a model makes of its logits, how a loss has them back, and what a refusal says of it.
+OPAQUE = {
+    "an object": (Output, lambda out: out.logits, "a Output"),
+    "an object beside logits": (lambda y: (y, Output(y)), lambda out: out[1].logits, "1: a Output"),
+    "an object in a dict": (
+        lambda y: {"y": y, "o": {"z": Output([y])}},
+        lambda out: out["o"]["z"].logits[0],
+        "o/z: a Out",
+    ),
+    "a function": (lambda y: (y, lambda times: times * y), lambda out: out[1](1.0), "1: a function"),
+    "a generator": (lambda y: (each for each in [y, y]), lambda out: list(out)[-1], "a generator"),
+}
+OPAQUE_USES = {
+    "step": lambda parallel, loss, b: parallel.trainer(optax.sgd(0.1), loss).step(b),
+    "evaluate": lambda parallel, loss, b: parallel.trainer(optax.sgd(0.1), loss).evaluate(b),
+    "value_and_grad": lambda parallel, loss, b: parallel.value_and_grad(loss)(b),
+    "call": lambda parallel, loss, b: parallel(b["x"]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Python iterable type 'generator'")
+@pytest.mark.parametrize("plan", ["ddp", "fsdp, accumulate", "pipeline"])
+@pytest.mark.parametrize("what", OPAQUE)
+def test_arrays_in_what_jax_does_not_see_into_are_refused_by_name_where_they_are_read(what, plan):
+    make, read, words = OPAQUE[what]
+    net, degrees, options = SETTING_PLANS[plan]
+    parallel = ax.parallelize(returning(make, net), mesh_of(degrees), ax.Plan(**options))
+    for use, run in OPAQUE_USES.items():
+        with pytest.raises(TypeError, match=rf"model\(\.\.\.\) returned .*{words}.*register_dataclass.*dict") as caught:
+            run(parallel, lambda model, b: squares(read(model(b["x"])), b), batch_of(16))
+        assert "Tracer" not in str(caught.value), use
+
+
+@pytest.mark.parametrize("plan", ["ddp", "fsdp, accumulate", "pipeline"])
+@pytest.mark.parametrize("what", ["unread", "without arrays", "given"])
+def test_what_jax_does_not_see_into_is_as_on_one_device_where_it_holds_no_arrays_of_the_model(what, plan):
+    net, degrees, options = SETTING_PLANS[plan]
+    made = {"unread": lambda y: (y, Output(y)), "without arrays": lambda y: (y, Output(2.0))}
+
+    class Returning(net):
+        def __call__(self, x, own=None):
+            return (super().__call__(x), own) if what == "given" else made[what](super().__call__(x))
+
+    def loss(model, b):
+        y, out = model(b["x"], Output(b["x"] ** 2)) if what == "given" else model(b["x"])
+        return squares(y * (1 if what == "unread" else jnp.mean(out.logits)), b)
+
+    parallel = ax.parallelize(Returning(nnx.Rngs(0)), mesh_of(degrees), ax.Plan(**options))
+    wanted = loss(Returning(nnx.Rngs(0)), batch_of(16))
+    np.testing.assert_allclose(parallel.trainer(optax.sgd(0.1), loss).step(batch_of(16))["loss"], wanted, rtol=1e-9)
+
+
 # Two sweeps
 
 

@@ -598,6 +598,8 @@ class Forward:
         whole: tuple[str, ...] = (),
         alone: bool = False,
     ) -> tuple[Any, PyTree]:
+        from axonml_jax.meaning.model_call import refuse_hidden
+
         treedef, rest = static
 
         def call(variables: Variables, key: jax.Array, arrays: Arrays) -> tuple[Any, PyTree]:
@@ -605,7 +607,9 @@ class Forward:
             args, kwargs = treedef.unflatten(leaves)
             with self.placement.inside(whole):
                 bound = self.model.bind(variables, key, mode or self.mode)
-                return self.fun(bound, *args, **kwargs), self.model.state_of(bound)
+                out = self.fun(bound, *args, **kwargs)
+                refuse_hidden(out)
+                return out, self.model.state_of(bound)
 
         def checked(variables: Variables, key: jax.Array, arrays: Arrays) -> tuple[Any, PyTree]:
             out, state = call(variables, key, arrays)
