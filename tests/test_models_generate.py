@@ -190,6 +190,55 @@ def test_other_models_are_called_on_a_window():
         ax.generate(parallel, PROMPTS, -1, jax.random.key(0))
 
 
+class Extending(Plain):
+    """A cache of its own, under a name that the transformer has for its."""
+
+    def extend(self, token, cache, position):
+        return self(token), cache
+
+
+class Pair(Plain):
+    def __call__(self, tokens):
+        return super().__call__(tokens), {"aux": 0.0 * tokens.sum()}
+
+
+HELD = {
+    "module": lambda model: model,
+    "ddp": lambda model: ax.DDP(model, mesh_of(data=2)),
+    "zero3": lambda model: ax.FSDP(model, mesh_of(fsdp=2)),
+}
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_a_model_with_a_method_called_extend_is_no_transformer(held):
+    wanted = generate(make(LLAMA), PROMPTS, 3, jax.random.key(0))
+    np.testing.assert_array_equal(
+        ax.generate(HELD[held](Extending(make(LLAMA))), PROMPTS, 3, jax.random.key(0)), wanted
+    )
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, [[1, 2, 3], [4]]], ids=["even", "ragged"])
+@pytest.mark.parametrize("held", HELD)
+def test_a_model_that_returns_more_than_logits_is_refused_and_the_remedy_works(held, prompts):
+    model = HELD[held](Pair(make(LLAMA)))
+    with pytest.raises(TypeError, match=r"returned a tuple.*lambda tokens: model\(tokens\)\[0\].*model\.eval\(\)"):
+        ax.generate(model, prompts, 3, jax.random.key(0))
+    model.eval()
+    wanted = generate(make(LLAMA), prompts, 3, jax.random.key(0))
+    got = ax.generate(lambda tokens: model(tokens)[0], prompts, 3, jax.random.key(0))
+    np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_a_model_that_returns_the_last_logits_alone_is_refused_with_their_shape(held):
+    class Last(Plain):
+        def __call__(self, tokens):
+            return super().__call__(tokens)[:, -1]
+
+    with pytest.raises(TypeError, match=r"returned an array of shape \(2, 16\).*\[b, w, v\]"):
+        ax.generate(HELD[held](Last(make(LLAMA))), PROMPTS, 3, jax.random.key(0))
+
+
 # What is generated from, by how it holds the model.
 WRITERS = {
     "module": lambda model: model,

@@ -62,6 +62,7 @@ def generate(
     Raises:
       ValueError: for prompts or options that cannot work, such as tokens outside the vocabulary, or more positions at once than
         the model's `max_length`.
+      TypeError: for a model that returns something else than logits.
     """
     if not isinstance(model, ParallelModel):
         drawn: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
@@ -84,7 +85,7 @@ def follow(
       width: positions.
       starts, in_pieces: see `Cached`.
     """
-    if hasattr(model._functional.abstract_module, "extend") and model._placement.stages is None:
+    if models.keeps_caches(model._functional.abstract_module) and model._placement.stages is None:
         yield models.Cached(_Extend(model, width), width, starts, in_pieces=in_pieces)
         return
     with evaluating(model):
@@ -110,7 +111,7 @@ def even_logits(model: ParallelModel) -> Callable[[np.ndarray], jax.Array]:
 
     def logits(tokens: np.ndarray) -> jax.Array:
         more, longer = -len(tokens) % layout.row_degree, -tokens.shape[1] % layout.position_parts
-        return model(np.pad(tokens, ((0, more), (0, longer)), mode="edge"))[: len(tokens)]
+        return models.logits_in(model(np.pad(tokens, ((0, more), (0, longer)), mode="edge")))[: len(tokens)]
 
     return logits
 

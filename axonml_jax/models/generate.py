@@ -127,6 +127,11 @@ def longest(model: Any) -> int | None:
     return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
+def keeps_caches(model: Any) -> bool:
+    """Whether a model reads on from caches as the transformer does; one of these names alone may be a user's own."""
+    return all(hasattr(model, name) for name in ("extend", "empty_caches", "cache_specs"))
+
+
 def vocabulary(model: Any) -> int | None:
     """How many words an NNX model says that it has (`vocab_size`, its own or its `config`'s); None where it says nothing."""
     if not isinstance(model, nnx.Module):
@@ -264,13 +269,14 @@ def generate(
     Raises:
       ValueError: an empty prompt, tokens outside the vocabulary, a mask with holes, a negative length or temperature, a window
         below 1, or more positions at once than the model's `max_length`.
+      TypeError: for a model that returns something else than logits.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     text, starts = checked_prompts(tokens, mask, length, sampling, window, model)
     width = window or text.shape[1] + length
     if not isinstance(model, nnx.Module):
         after = Windowed(model, width, starts)
-    elif hasattr(model, "extend"):
+    elif keeps_caches(model):
         after = Cached(_compiled_extend(model, width), width, starts)
     else:
         after = Windowed(_compiled(model), width, starts)
@@ -353,11 +359,27 @@ class Windowed:
         if self.starts is None:
             seen = text[:, -self.width :]
             padded = np.pad(seen, ((0, 0), (0, self.width - seen.shape[1])))
-            return self.logits_of(padded)[:, seen.shape[1] - 1]
+            return logits_in(self.logits_of(padded))[:, seen.shape[1] - 1]
         rows = [row[start:][-self.width :] for row, start in zip(text, self.starts, strict=True)]
         padded = np.stack([np.pad(row, (0, self.width - len(row))) for row in rows])
         last = np.array([len(row) - 1 for row in rows])
-        return jnp.take_along_axis(self.logits_of(padded), last[:, None, None], axis=1)[:, 0]
+        return jnp.take_along_axis(logits_in(self.logits_of(padded)), last[:, None, None], axis=1)[:, 0]
+
+
+def logits_in(returned: Any) -> jax.Array:
+    """What a model returned.
+
+    Raises:
+      TypeError: where these are no logits alone, with the remedy.
+    """
+    if getattr(returned, "ndim", 0) != 3:
+        found = f"an array of shape {returned.shape}" if hasattr(returned, "shape") else f"a {type(returned).__name__}"
+        raise TypeError(
+            f"generate: the model returned {found}, and must map tokens [b, w] to logits [b, w, v]. Give a function that takes "
+            "them out of what it returns, such as lambda tokens: model(tokens)[0], after model.eval(); a parallel model takes "
+            "prompts so whose number divides over its batch axes"
+        )
+    return returned
 
 
 def _own(text: np.ndarray, starts: np.ndarray | None) -> Any:
