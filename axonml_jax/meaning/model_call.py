@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from axonml_jax.base import is_array, named_leaves, path_name
+from axonml_jax.base import is_array, named_leaves
 from axonml_jax.collectives.primitives import vary
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.model_call import PRIMITIVE, Transformed, model_call
@@ -25,9 +25,9 @@ from axonml_jax.compat.row_keys import Drawn, drawn_by_rows
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.meaning.following import Following
 from axonml_jax.meaning.places import SUM, Group, Place, Places, Split
-from axonml_jax.meaning.settings import Attribute, Changed, Settings, having, module_at, tracers_within
+from axonml_jax.meaning.settings import Attribute, Changed, Settings, having, module_at
 from axonml_jax.meaning.values import Ranks, Value
-from axonml_jax.model.view import BoundLinen, Functional, Mode, Variables
+from axonml_jax.model.view import BoundLinen, Functional, Mode, Variables, hidden_arrays, hidden_words
 from axonml_jax.program.program import Equation, all_but_named, read_program
 
 Path = tuple[Any, ...]
@@ -264,32 +264,9 @@ class Hidden:
 
 def _without_arrays(out: Any, given: Sequence[Any], path: Path, method: str) -> tuple[Any, ...]:
     """The leaves of what a call returned, None in the place of arrays."""
-    leaves, hidden = jax.tree.leaves(out), _hidden(out, given)
-    hides = lambda x: Hidden(x, _words(hidden, path, method))
+    leaves, hidden = jax.tree.leaves(out), hidden_arrays(out, given)
+    hides = lambda x: Hidden(x, hidden_words(hidden, path, method))
     return tuple(None if is_array(x) else hides(x) if n in hidden else x for n, x in enumerate(leaves))
-
-
-def refuse_hidden(out: Any) -> None:
-    """Refuse what the model returned, within its trace, where JAX does not see all arrays in it."""
-    if hidden := _hidden(out, ()):
-        raise TypeError(_words(hidden))
-
-
-def _hidden(out: Any, given: Sequence[Any]) -> dict[int, str]:
-    """The leaves, by number, in which JAX does not see arrays of a call's own; those that it was given it may give back."""
-    leaves = enumerate(jax.tree_util.tree_flatten_with_path(out)[0])
-    opaque = {n: (path_name(path) or "the result", x) for n, (path, x) in leaves if not is_array(x)}
-    known = tracers_within(*given) if opaque else {}
-    found = {n: named for n, named in opaque.items() if tracers_within(named[1]).keys() - known.keys()}
-    return {n: f"{name}: a {type(x).__name__}" for n, (name, x) in found.items()}
-
-
-def _words(hidden: Mapping[int, str], path: Path = (), method: str = "__call__") -> str:
-    call = ".".join(["model", *map(str, path), *([] if method == "__call__" else [method])])
-    return (
-        f"{call}(...) returned arrays within what JAX does not see into: {'; '.join(hidden.values())}. Register the class "
-        "(jax.tree_util.register_dataclass, flax.struct.dataclass, nnx.Pytree), or return the arrays in a dict or a tuple"
-    )
 
 
 def calls_model(equation: Equation) -> bool:

@@ -1,16 +1,13 @@
 """What a loss, or a call of the model, sets of an NNX model besides variables: `model.eval()`, `model.scale = 2.0`."""
 
 import functools
-import gc
 import inspect
-import types
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
-from jax.core import Tracer
 
 from axonml_jax.base import is_array
 
@@ -153,19 +150,6 @@ def _inner(value: Any) -> list[Any] | None:
     if isinstance(value, Mapping):
         return [each for item in value.items() for each in item]
     return list(value) if isinstance(value, (tuple, list)) else None
-
-
-def tracers_within(*values: Any) -> dict[int, Tracer]:
-    """The tracers in values, by identity, also in those that JAX does not see into: objects, closures, generators."""
-    found: dict[int, Tracer] = {}
-    seen: dict[int, Any] = {}
-    for _ in range(_DEPTH):
-        known = {id(x): x for x in values if id(x) not in seen and not isinstance(x, (type, types.ModuleType))}
-        seen |= known
-        found |= {key: x for key, x in known.items() if isinstance(x, Tracer)}
-        inner = [(x, _inner(x)) for key, x in known.items() if key not in found]
-        values = tuple(each for x, own in inner for each in (gc.get_referents(x) if own is None else own))
-    return found
 
 
 def _cell(cell: Any) -> Any:

@@ -3,9 +3,12 @@
 import abc
 import dataclasses
 import functools
+import gc
 import inspect
+import itertools
 import math
 import re
+import types
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,9 +24,10 @@ import numpy as np
 from flax import linen, nnx
 from flax.core import unfreeze
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from axonml_jax.base import PyTree, logger, named_leaves, path_name
+from axonml_jax.base import PyTree, is_array, logger, named_leaves, path_name
 from axonml_jax.compat.order import current_trace, noting_lacked_streams
 from axonml_jax.model.buffers import (
     HOOK,
@@ -1165,6 +1169,53 @@ def _words(given: Any) -> str:
     if hasattr(given, "state_dict"):
         return f"a {kind}: call its state_dict() in every process and give what that returns"
     return f"a {kind}"
+
+
+# --------------------------------------------------------------------------------------------------
+# What a model returns with arrays in it where JAX does not see them: in objects of other classes, functions, generators.
+# --------------------------------------------------------------------------------------------------
+
+
+def refuse_hidden(out: Any) -> None:
+    """Refuse what the model returned, within its trace, where JAX does not see all arrays in it."""
+    if hidden := hidden_arrays(out):
+        raise TypeError(hidden_words(hidden))
+
+
+def hidden_arrays(out: Any, given: Sequence[Any] = ()) -> dict[int, str]:
+    """The leaves, by number, in which JAX does not see arrays of a call's own; those that it was given it may give back."""
+    leaves = enumerate(jax.tree_util.tree_flatten_with_path(out)[0])
+    opaque = {n: (path_name(path) or "the result", x) for n, (path, x) in leaves if not is_array(x)}
+    known = _tracers_within(*given) if opaque else {}
+    found = {n: named for n, named in opaque.items() if _tracers_within(named[1]).keys() - known.keys()}
+    return {n: f"{name}: a {type(x).__name__}" for n, (name, x) in found.items()}
+
+
+def hidden_words(hidden: Mapping[int, str], path: Iterable[Any] = (), method: str = "__call__") -> str:
+    """The refusal."""
+    call = ".".join(["model", *map(str, path), *([] if method == "__call__" else [method])])
+    return (
+        f"{call}(...) returned arrays within what JAX does not see into: {'; '.join(hidden.values())}. Register the class "
+        "(jax.tree_util.register_dataclass, flax.struct.dataclass, nnx.Pytree), or return the arrays in a dict or a tuple"
+    )
+
+
+_DEPTH = 8
+"""How far what a model returns is looked into; an object, its fields and their values are three."""
+
+
+def _tracers_within(*values: Any) -> dict[int, Tracer]:
+    """By identity; a function has what it closes over, and not the names of its module."""
+    found, seen, of_function = {}, {}, lambda x: (x.__closure__, x.__defaults__, x.__kwdefaults__)
+    for _ in range(_DEPTH):
+        level = {id(x): x for x in values if id(x) not in seen and not isinstance(x, (type, types.ModuleType))}
+        seen |= level
+        found |= {key: x for key, x in level.items() if isinstance(x, Tracer)}
+        inner = [
+            of_function(x) if inspect.isfunction(x) else gc.get_referents(x) for k, x in level.items() if k not in found
+        ]
+        values = tuple(itertools.chain(*inner))
+    return found
 
 
 # --------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from axonml_jax.layers.whole import padded_sizes
 from axonml_jax.mesh.axes import as_axes
 from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.model.loss import per_weight, weighted_names
-from axonml_jax.model.view import Functional, Mode, Variables
+from axonml_jax.model.view import Functional, Mode, Variables, refuse_hidden
 from axonml_jax.parallel.placement import Placement, key_number, parts_of, reading
 from axonml_jax.program.program import all_but_named, read_program
 from axonml_jax.program.values import SAME, differing
@@ -598,8 +598,6 @@ class Forward:
         whole: tuple[str, ...] = (),
         alone: bool = False,
     ) -> tuple[Any, PyTree]:
-        from axonml_jax.meaning.model_call import refuse_hidden
-
         treedef, rest = static
 
         def call(variables: Variables, key: jax.Array, arrays: Arrays) -> tuple[Any, PyTree]:
