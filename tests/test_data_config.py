@@ -172,6 +172,17 @@ def test_one_text_and_a_tokenizer_are_windows_of_tokens(tmp_path, monkeypatch):
         read_documents(DataConfig(path=str(text), tokenizer=words, pack="documents"))
 
 
+def test_too_few_examples_of_a_folders_text_say_that_files_are_not_cut(tmp_path):
+    for name, size in {"a.txt": 40, "b.txt": 5000, "c.txt": 5000}.items():
+        (tmp_path / name).write_text("x" * size)
+    config = read_config("train", [QUICKSTART, *SMALL, f"--data.path={tmp_path}", "--train.global_batch_size=8"])
+    whole = r"another valid_fraction; of several files none is cut: .* whole ones of that share of the bytes at most, or the sm"
+    with pytest.raises(ValueError, match=rf"leaves 2 examples to valid, fewer than .*=8: give .*{whole}"):
+        load_data(config, read_text(config.data), ax.make_mesh(data=8))
+    with pytest.raises(ValueError, match=rf"leaves 40 bytes to valid, too few .*length=64: give .*{whole}"):
+        read_text(replace(config.data, length=64))
+
+
 def test_export_takes_the_tokenizer_of_a_runs_data_along(tmp_path):
     words, target = write_words(tmp_path / "words.json"), tmp_path / "weights"
     target.mkdir()

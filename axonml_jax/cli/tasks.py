@@ -478,6 +478,9 @@ def read_data(config: DataConfig, runs: str | None = None) -> TextSplit | Docume
     return read_documents(config) if config.documents else read_text(config, runs)
 
 
+_WHOLE_FILES = "of several files none is cut: valid has whole ones of that share of the bytes at most, or the smallest"
+
+
 def read_text(config: DataConfig, runs: str | None = None) -> TextSplit:
     """The text that the section `data` names, as bytes or as tokens.
 
@@ -507,7 +510,7 @@ def read_text(config: DataConfig, runs: str | None = None) -> TextSplit:
         sizes = " and ".join(f"{size} {unit}s to {name}" for name, size in short.items())
         raise ValueError(
             f"data: the text leaves {sizes}, too few for one example of data.length={config.length}: give more text, "
-            "a shorter length or another valid_fraction"
+            f"a shorter length or another valid_fraction; {_WHOLE_FILES}"
         )
     return split
 
@@ -575,7 +578,7 @@ def load_data(config: RunConfig, text: TextSplit | DocumentSplit | OwnSplit, mes
         counts = " and ".join(f"{count} examples to {name}" for name, count in few.items())
         raise ValueError(
             f"data: the text leaves {counts}, fewer than train.global_batch_size={size}: give more text, a smaller batch "
-            "or another valid_fraction"
+            f"or another valid_fraction; {_WHOLE_FILES}"
         )
     train = create_dataloader(windows["train"], size, mesh, seed=config.train.seed, num_workers=workers)
     # Targets that count for nothing are nobody else's word, and experts would see the tokens of empty rows.
