@@ -121,6 +121,24 @@ def test_a_model_with_parameters_without_elements_trains_as_on_one_device(plan):
     )
 
 
+def by_dims(params):
+    return jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "rest", params)
+
+
+OPTIMIZERS = {
+    "momentum of some": optax.partition({"matrix": optax.adam(1e-2), "rest": optax.sgd(0.1, momentum=0.9)}, by_dims),
+}
+
+
+@pytest.mark.parametrize("plan", ["zero3", "pipeline", "pipeline, zero3"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_optimizer_takes_a_parameter_without_elements_as_on_one_device(optimizer, plan):
+    degrees, options = PLANS[plan]
+    mesh, plan = mesh_of(**degrees), ax.Plan(**options)
+    assert_equals_single_device(Net(), loss, batch(8), plan, mesh=mesh, tx=OPTIMIZERS[optimizer], steps=2)
+
+
+
 def test_they_are_saved_and_restored_under_another_plan_and_seen_in_their_shapes(tmp_path):
     first = ax.FSDP(Net(), mesh_of(fsdp=4)).trainer(optax.adam(1e-2), loss)
     first.step(batch(8))
