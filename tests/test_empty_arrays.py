@@ -126,6 +126,7 @@ def by_dims(params):
 
 
 OPTIMIZERS = {
+    "whole matrices, shared out": optax.chain(optax.centralize(), optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
     "momentum of some": optax.partition({"matrix": optax.adam(1e-2), "rest": optax.sgd(0.1, momentum=0.9)}, by_dims),
 }
 
@@ -136,7 +137,6 @@ def test_an_optimizer_takes_a_parameter_without_elements_as_on_one_device(optimi
     degrees, options = PLANS[plan]
     mesh, plan = mesh_of(**degrees), ax.Plan(**options)
     assert_equals_single_device(Net(), loss, batch(8), plan, mesh=mesh, tx=OPTIMIZERS[optimizer], steps=2)
-
 
 
 def test_they_are_saved_and_restored_under_another_plan_and_seen_in_their_shapes(tmp_path):

@@ -579,7 +579,9 @@ class Packing:
         pieces: dict[BufferGroup, list[Any]] = {group: [] for group in sizes}
         ends = dict.fromkeys(sizes, 0)
         # By size too: an array without elements begins where the next one does, and could come behind it.
-        for slot, array in sorted(zip(self.slots, arrays, strict=True), key=lambda pair: (pair[0].offset, pair[0].size)):
+        for slot, array in sorted(
+            zip(self.slots, arrays, strict=True), key=lambda pair: (pair[0].offset, pair[0].size)
+        ):
             gap = slot.offset - ends[slot.group]
             pieces[slot.group] += [_group_zeros(slot.group, gap)] * (gap > 0) + [slot.flat(_data(array)[0])]
             ends[slot.group] = slot.offset + slot.size

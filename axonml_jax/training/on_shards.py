@@ -150,8 +150,9 @@ def _parts(whole: jax.Array, layout: Layout, slots: int) -> jax.Array:
     order = _joined_dims(layout)
     back = [order.index(k) for k in range(len(order))]
     grid = whole.reshape(slots, *sizes).transpose(back)
-    from_owner = swap_parts(grid.reshape(-1, slots, *layout.shard), layout.axes)  # [N, slots, *shard], by owner
-    return from_owner.swapaxes(0, 1).reshape(-1, *layout.shard)
+    by_part = grid.reshape(axis_size(layout.axes), slots, *layout.shard)
+    from_owner = swap_parts(by_part, layout.axes)  # [N, slots, *shard], by owner
+    return jax.lax.collapse(from_owner.swapaxes(0, 1), 0, 2)
 
 
 def _joined_dims(layout: Layout) -> list[int]:
@@ -167,7 +168,7 @@ def _joined_dims(layout: Layout) -> list[int]:
 def _everywhere(made: jax.Array, layout: Layout) -> jax.Array:
     """What owners made [slots, ...] -> of all [slots * N, ...], on every rank."""
     found = gather_whole(made[None], layout.axes, 0, invarying=True)
-    return found.swapaxes(0, 1).reshape(-1, *made.shape[1:])
+    return jax.lax.collapse(found.swapaxes(0, 1), 0, 2)
 
 
 def same_place(layout: Layout) -> Hashable:
