@@ -1,5 +1,6 @@
 """The FSDP facade: strategies, offload, float16, clipping, whole parameters, memory by formula, refusals."""
 
+import dataclasses
 import math
 
 import jax
@@ -80,6 +81,33 @@ def test_float16_skips_an_overflow_halves_the_scale_and_then_learns(mesh, float1
     scale = trainer.state.loss_scale
     assert scale.scale == 2.0 ** (16 - steps) and scale.skipped == steps and scale.clean == 1
     assert not all(np.array_equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def scaled_by_hand(model, loss, batches, rate):
+    """Parameters of float16 after steps of SGD on one device, the loss times 2^16 while it is differentiated."""
+    view, params = nnx.split(model)
+    scaled = jax.grad(lambda params, batch: loss(nnx.merge(view, params), batch) * 2.0**16)
+    small = lambda g: (g.astype(jnp.float32) / 2**16).astype(jnp.float16)
+    for batch in batches:
+        params = jax.tree.map(lambda p, g: p - jnp.float16(rate) * small(g), params, scaled(params, batch))
+    return nnx.to_pure_dict(params)
+
+
+@pytest.mark.parametrize("precision", [ax.Precision(param="float16"), ax.Precision(reduce="float16")], ids=["", "sent"])
+@pytest.mark.parametrize("degrees", [{"data": 2}, {"fsdp": 2}, {"pipe": 2}], ids=str)
+def test_gradients_of_float16_are_unscaled_as_in_a_loop_that_scales_its_loss(degrees, precision, float16):
+    """The scale itself, 2^16, is no number of float16."""
+    precision = dataclasses.replace(precision, compute="float16")
+    plan = ax.Plan(precision=precision, pipe=ax.Pipelined(num_microbatches=1) if "pipe" in degrees else None)
+    make = lambda: nnx.Sequential(*(nnx.Linear(5, 5, rngs=nnx.Rngs(i), param_dtype=jnp.float16) for i in range(2)))
+    loss = lambda model, batch: 1e-2 * jnp.mean(model(batch["x"].astype(jnp.float16)).astype(jnp.float32) ** 2)
+    batches = [{"x": np.float32(0.3 * regression(8, seed)["x"])} for seed in range(3)]
+    model = ax.parallelize(make(), mesh_of(degrees), plan)
+    trainer = model.trainer(optax.sgd(30.0), loss)
+    assert [int(trainer.step(batch)["skipped"]) for batch in batches] == [0, 0, 0]
+    assert_trees_close(
+        model.state_dict(), scaled_by_hand(make(), loss, batches, 30.0), "parameters", low_precision=True
+    )
 
 
 def test_the_loss_scale_doubles_after_200_clean_steps():

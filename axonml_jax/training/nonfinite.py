@@ -105,8 +105,13 @@ class LossScale:
 
 
 def unscaled(grads: PyTree, scale: jax.Array) -> PyTree:
-    """Gradients of the loss itself."""
-    return jax.tree.map(lambda g: g / scale.astype(g.dtype), grads)
+    """Gradients of the loss itself, each in its dtype: divided in float32 at least, as float16 has no such scale."""
+
+    def divided(g: jax.Array) -> jax.Array:
+        wide = jnp.promote_types(g.dtype, scale.dtype)
+        return (g.astype(wide) / scale.astype(wide)).astype(g.dtype)
+
+    return jax.tree.map(divided, grads)
 
 
 def chosen(finite: jax.Array, new: T, old: T) -> T:
