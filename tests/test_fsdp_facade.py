@@ -42,7 +42,6 @@ def test_offload_moves_what_it_says_and_changes_no_bit(mesh, offload, without_of
     batches = [regression(12, seed) for seed in range(3)]
     values, _, trainer = trained(model, mean_loss, batches, max_grad_norm=0.1)
     assert all(np.array_equal(values[name], without_offload[name]) for name in without_offload)
-    kinds = lambda tree: {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
     assert kinds(model.variables.params) == {"pinned_host" if offload.params else "device"}
     assert kinds(trainer.state.opt_state) == {"pinned_host" if offload.optimizer else "device"}
     # Moved arrays do not force a recompile; jax 0.10 keeps two entries for one compilation of a program with host arrays.
@@ -50,6 +49,17 @@ def test_offload_moves_what_it_says_and_changes_no_bit(mesh, offload, without_of
     estimate = model.memory_estimate()
     rests = estimate.param_bytes * offload.params + estimate.optim_bytes * offload.optimizer
     assert estimate.host_bytes == rests + estimate.grad_bytes * offload.gradients
+
+
+def kinds(tree):
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
+
+
+def test_changed_whole_parameters_go_back_to_host_memory(mesh):
+    model = ax.FSDP(DropoutMLP(nnx.Rngs(0)), mesh, cpu_offload="params")
+    with model.whole_parameters() as params:
+        params["unused"] = params["unused"] + 1
+    assert kinds(model.variables.params) == {"pinned_host"} and model.state_dict()["unused"].tolist() == [2.0] * 3
 
 
 @pytest.mark.parametrize("offload", [ax.CPUOffload.NONE, ax.CPUOffload.PARAMS])

@@ -411,7 +411,8 @@ class Plain(Rest):
     def inside(self, params: PyTree, mesh: Mesh) -> PyTree:
         """Padded, where it rests."""
         wanted = shardings(self.between().specs(Variables(params, {}, {})).params, mesh)
-        return jax.tree.map(move, padded(params, self.layouts), wanted)
+        placed = jax.tree.map(move, padded(params, self.layouts), wanted)
+        return offloaded(placed, self.placement.plan.offload.params)
 
     def clip(self, grads: PyTree, max_norm: jax.Array, p: float, mesh: Mesh) -> tuple[PyTree, jax.Array]:
         """On shards."""
