@@ -55,6 +55,44 @@ def kinds(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
 
 
+PLACES = {"fsdp": ({"fsdp": RANKS}, {}), "pipe": ({"pipe": 2}, {"pipe": ax.Pipelined(num_microbatches=2)})}
+
+
+def offloading(place, offload):
+    degrees, options = PLACES[place]
+    layers = [nnx.Linear(5, size, rngs=nnx.Rngs(size), param_dtype=jnp.float64) for size in (5, 5, 3)]
+    return ax.parallelize(nnx.Sequential(*layers), mesh_of(degrees), ax.Plan(offload=offload, **options))
+
+
+def by_hand(model):
+    """Values after two steps of AdamW, then one of SGD, in loops of one's own, and where parameters rested after each."""
+    tx, rests = optax.adamw(1e-2), []
+    opt_state, differentiated = tx.init(model.parameters()), model.value_and_grad(mean_loss)
+    for seed in range(2):
+        grads, _ = model.clip_grad_norm(differentiated(regression(12, seed))[1], 0.1)
+        updates, opt_state = tx.update(grads, opt_state, model.parameters())
+        model.set_parameters(optax.apply_updates(model.parameters(), updates))
+        rests.append(kinds(model.variables.params))
+    _, grads = differentiated(regression(12, 2))
+    model.set_parameters(jax.tree.map(lambda p, g: np.asarray(p - 0.1 * g), model.parameters(), grads))
+    return model.state_dict(), [*rests, kinds(model.variables.params)]
+
+
+@pytest.mark.parametrize("offload", [each for each in ax.CPUOffload if each is not ax.CPUOffload.NONE])
+@pytest.mark.parametrize("place", PLACES)
+def test_what_is_handed_out_is_on_the_device_and_goes_back_to_where_it_rests(place, offload):
+    values, rests = by_hand(model := offloading(place, offload))
+    assert_trees_close(values, by_hand(offloading(place, ax.CPUOffload.NONE))[0], "parameters")
+    assert rests == [{"pinned_host" if offload.params else "device"}] * 3
+    x = regression(12)["x"]
+    assert_trees_close(nnx.jit(lambda module, x: module(x))(model.module, x), model.eval()(x), "outputs of the module")
+    trainer = model.trainer(optax.contrib.schedule_free_adamw(1e-2), mean_loss)
+    trainer.step(regression(12))
+    averaged = optax.contrib.schedule_free_eval_params(trainer.opt_state, model.parameters())
+    assert kinds(averaged) == kinds(model.module) == {"device"}
+    assert kinds(trainer.state.opt_state) == {"pinned_host" if offload.optimizer else "device"}
+
+
 def test_changed_whole_parameters_go_back_to_host_memory(mesh):
     model = ax.FSDP(DropoutMLP(nnx.Rngs(0)), mesh, cpu_offload="params")
     with model.whole_parameters() as params:

@@ -45,7 +45,7 @@ from axonml_jax.model.view import (
 from axonml_jax.parallel.placement import Placement, bind_plan, check_model
 from axonml_jax.parallel.plan import Plan, in_words
 from axonml_jax.sharding.batch import refuse_tracing
-from axonml_jax.sharding.layout import Leaf, cast, copies, is_deleted, place, to_host
+from axonml_jax.sharding.layout import Leaf, cast, copies, is_deleted, on_device, place, to_host
 from axonml_jax.training.callbacks import Callback, TrainingEvent, checked, tell
 from axonml_jax.training.compile import folding, shard_key
 from axonml_jax.training.compose import Metrics, rest_of
@@ -423,7 +423,7 @@ class Trainer(Generic[M]):
         """
         refuse_changed(self._shown)
         tree = self.train_step.optimizer.tree(self.state.opt_state)
-        tree = jax.tree.map(lambda x: x, tree.inner if self._ema else tree)
+        tree = on_device(tree.inner if self._ema else tree)
         self._shown = [(each, dict(each)) for each in hyperparameters(tree)]
         return tree
 
@@ -960,12 +960,15 @@ class ParallelModel(SavedModel):
     @property
     @no_mesh_around()
     def module(self) -> Any:
-        """The Flax module with the current, whole parameters (a new one; changing it changes nothing here).
+        """The Flax module with the current, whole parameters in device memory (a new one; changing it changes nothing here).
 
         Where ranks keep parameters of their own, the first rank's.
         """
         self._lent = True
-        return self._remembered(self._functional.module(self.whole()), "a module that model.module returned")
+        return self._remembered(
+            self._functional.module(self._rest.whole(on_device(self.values), self.mesh)),
+            "a module that model.module returned",
+        )
 
     def _remembered(self, module: Any, what: str) -> Any:
         """The module; if it is changed before the model is used again, that is said (see `Handed`)."""
@@ -976,9 +979,12 @@ class ParallelModel(SavedModel):
 
     @no_mesh_around()
     def parameters(self) -> PyTree:
-        """The trained parameters as a nest of dicts, sharded as they rest; under NO_SYNC stacked by model along dim 0."""
+        """The trained parameters as a nest of dicts, sharded as they rest, in device memory.
+
+        Under NO_SYNC they are stacked by model along dim 0.
+        """
         self._lent = True
-        return handed_back(self._outside(self.values.params))
+        return handed_back(self._outside(on_device(self.values.params)))
 
     @no_mesh_around()
     def set_parameters(self, params: PyTree) -> None:

@@ -177,6 +177,16 @@ def offloaded(tree: PyTree, when: bool = True) -> PyTree:
     return jax.tree.map(move, tree) if when else tree
 
 
+def on_device(tree: PyTree) -> PyTree:
+    """Outside: arrays in device memory, each sharded as it is. The inverse of `offloaded`."""
+
+    def move(leaf: Any) -> Any:
+        away = isinstance(leaf, jax.Array) and leaf.sharding.memory_kind == HOST
+        return jax.device_put(leaf, leaf.sharding.with_memory_kind("device")) if away else leaf
+
+    return jax.tree.map(move, tree)
+
+
 def _moved(tree: PyTree, space: Any) -> PyTree:
     return jax.tree.map(lambda leaf: jax.device_put(leaf, space) if movable(leaf) else leaf, tree)
 

@@ -26,7 +26,7 @@ from axonml_jax.parallel.placement import Placement, key_number, parts_of, readi
 from axonml_jax.program.program import all_but_named, read_program
 from axonml_jax.program.values import SAME, differing
 from axonml_jax.sharding.batch import BatchLayout, check_batch, filled_up, number_of_rows, rows_of
-from axonml_jax.sharding.layout import is_layout, place, to_device_memory, to_host, to_host_memory
+from axonml_jax.sharding.layout import is_layout, place, to_device_memory, to_host
 from axonml_jax.training.compile import Compiled, compiler_options, explain_typed_scan, refuse_moved, shard_key
 from axonml_jax.training.compose import rest_of
 from axonml_jax.training.gradients import gradients, means_of, summed
@@ -98,8 +98,7 @@ class Differentiate:
         result = gradients(self.objective, placement, variables, key, batch, sync=self.sync)
         state = sync_buffers(variables.state, result.state, placement, self.model)
         state = rest.leave(Variables(variables.params, variables.frozen, state)).state
-        grads = to_host_memory(result.grads, placement.plan.offload.gradients)
-        own = (result.loss, result.metrics, grads)
+        own = (result.loss, result.metrics, result.grads)
         return (*(rest.stored(own) if self.sync else stacked(own, placement.axes.batch)), state)
 
 
