@@ -122,3 +122,12 @@ def test_typed_mode_names_a_scan_that_starts_from_plain_zeros():
         ValueError, match=r"check_vma=True: the loop at .*plan_models.py:\d+ \(in __call__\).*check_vma=False"
     ):
         trainer.step(case.batch(16))
+
+
+@pytest.mark.parametrize("data", [ax.DiLoCo(every=2), ax.Replicate(sync_strategy="no_sync")], ids=["diloco", "no_sync"])
+def test_typed_mode_names_a_conditional_of_which_one_branch_differs_from_rank_to_rank(data):
+    """Replicas of their own have losses of their own, and what `optax.contrib.reduce_on_plateau` makes of them."""
+    case, plan = CASES["weighted"], ax.Plan(data=data, check_vma=True)
+    trainer = ax.parallelize(case.model(), ax.make_mesh(data=8), plan).trainer(OPTIMIZERS["plateau"], case.loss)
+    with pytest.raises(ValueError, match=r"check_vma=True: .* conditional at .*_plateau.py:\d+ .*check_vma=False"):
+        trainer.step(case.batch(16))

@@ -726,20 +726,34 @@ def _is_theirs(filename: str) -> bool:
     return not (standard or filename.startswith((_OURS, *_INSIDE, "<")))
 
 
+_UNLIKE_TYPES = {
+    "branches must have equal": (
+        "one branch of the conditional at {} gives a value that is the same on every rank, and another one that differs from "
+        "rank to rank",
+        "make the first from a value that differs, such as x * 0 for zeros",
+    ),
+    "carry": (
+        "the loop at {} starts from a value that is the same on every rank (such as plain zeros) but carries one that differs "
+        "from rank to rank",
+        "start the loop from a value derived from its input, such as jnp.zeros_like(x[0])",
+    ),
+}
+"""Words of JAX's error -> what is refused, and the remedy besides `check_vma=False`."""
+
+
 @contextmanager
-def explain_typed_scan(check_vma: bool) -> Iterator[None]:
-    """Turn JAX's error about a loop whose carry changes its varying type into one that names the loop and the remedy."""
+def explain_types(check_vma: bool) -> Iterator[None]:
+    """Turn JAX's error about varying types that a loop or a conditional mixes into one that names its line and the remedy."""
     try:
         yield
     except TypeError as error:
         text = str(error)
-        if not check_vma or "carry" not in text or "varying" not in text:
+        found = next((said for words, said in _UNLIKE_TYPES.items() if words in text), None)
+        if not check_vma or found is None or "varying" not in text:
             raise
         raise ValueError(
-            f"check_vma=True: the loop at {callers_line(error)} starts from a value that is the same on every rank (such as "
-            "plain zeros) but carries one that differs from rank to rank, which typed mode refuses. Use check_vma=False (the "
-            "default; the result is the same), or start the loop from a value derived from its input, such as "
-            f"jnp.zeros_like(x[0]). JAX says: {text}"
+            f"check_vma=True: {found[0].format(callers_line(error))}, which typed mode refuses. Use check_vma=False (the "
+            f"default; the result is the same), or {found[1]}. JAX says: {text}"
         ) from error
 
 

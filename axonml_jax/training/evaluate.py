@@ -27,7 +27,7 @@ from axonml_jax.program.program import all_but_named, read_program
 from axonml_jax.program.values import SAME, differing
 from axonml_jax.sharding.batch import BatchLayout, check_batch, filled_up, number_of_rows, rows_of
 from axonml_jax.sharding.layout import is_layout, place, to_device_memory, to_host
-from axonml_jax.training.compile import Compiled, compiler_options, explain_typed_scan, refuse_moved, shard_key
+from axonml_jax.training.compile import Compiled, compiler_options, explain_types, refuse_moved, shard_key
 from axonml_jax.training.compose import rest_of
 from axonml_jax.training.gradients import gradients, means_of, summed
 from axonml_jax.training.rest import stacked
@@ -67,7 +67,7 @@ class Differentiate:
     def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[jax.Array, dict, PyTree, PyTree]:
         """Differentiate; `key` is the step's randomness."""
         self._check(batch)
-        with explain_typed_scan(self.placement.plan.check_vma):
+        with explain_types(self.placement.plan.check_vma):
             return bound_run_ahead(self._compiled(variables, key, self.placement.batch_layout.place(batch, self.mesh)))
 
     def _check(self, batch: PyTree) -> None:
@@ -324,7 +324,7 @@ class EvalStep:
         return self._everywhere._run(variables, batch, rows)
 
     def _run(self, variables: Variables, batch: PyTree, rows: int) -> Evaluated:
-        with explain_typed_scan(self.placement.plan.check_vma):
+        with explain_types(self.placement.plan.check_vma):
             found = self._compiled(variables, self.placement.batch_layout.place(batch, self.mesh))
         values, weights = bound_run_ahead(found)
         return Evaluated(values, weights, rows)
@@ -539,7 +539,7 @@ class Forward:
         check_batch(self.placement.batch_layout, arrays)
         rest = [(name, None if name in arrays else leaf) for name, (_, leaf) in zip(names, leaves, strict=True)]
         static = (treedef, tuple(rest))
-        with explain_typed_scan(self.placement.plan.check_vma):
+        with explain_types(self.placement.plan.check_vma):
             return bound_run_ahead(
                 self._compiled(variables, key, self.placement.batch_layout.place(arrays, self.mesh), static=static)
             )

@@ -21,7 +21,7 @@ from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement, in_round, reading, reading_users
 from axonml_jax.sharding.batch import check_batch
 from axonml_jax.sharding.layout import Leaf, is_deleted, is_layout, shardings
-from axonml_jax.training.compile import Compiled, Objective, compiler_options, explain_typed_scan, folding
+from axonml_jax.training.compile import Compiled, Objective, compiler_options, explain_types, folding
 from axonml_jax.training.compose import Gradients, Metrics, Reading, composed, rest_of
 from axonml_jax.training.gradients import gradients
 from axonml_jax.training.run_state import RestingState, state_leaves, state_of_leaves, state_specs
@@ -93,12 +93,12 @@ class TrainStep:
         """
         if is_traced_around():
             self.check(jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x)), batch))
-            with folding, explain_typed_scan(self.placement.plan.check_vma):
+            with folding, explain_types(self.placement.plan.check_vma):
                 return self._compiled.inlined(state, self.placement.batch_layout.place(batch, self.mesh))
         if is_deleted(state.step) or _parts(state) != self._returned:
             _refuse_given_up(state)
         self.check(batch)
-        with no_mesh_around(), folding, explain_typed_scan(self.placement.plan.check_vma):
+        with no_mesh_around(), folding, explain_types(self.placement.plan.check_vma):
             bound_run_ahead(state.step)
             state, metrics = self._compiled(state, self.placement.batch_layout.place(batch, self.mesh))
             metrics = handed_back(metrics)
