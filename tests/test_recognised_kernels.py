@@ -173,6 +173,7 @@ LOSSES = {
     "clipped targets": lambda logits: -at_target(log_weights(logits), TARGETS + 25, mode="clip")[..., 0],
     "targets from behind": by_labels(TARGETS - WORDS),
     "some targets beyond": lambda logits: jnp.nan_to_num(by_labels(TARGETS + 25)(logits), nan=7.0),
+    "some targets far behind": lambda logits: jnp.nan_to_num(by_labels(TARGETS - 75)(logits), nan=7.0),
     "logsumexp": lambda logits: jax.nn.logsumexp(logits.astype(F32), -1) - at_target(logits).squeeze(-1),
     "rows by number": lambda logits: -log_weights(logits[0])[jnp.arange(7), TARGETS[0]],
     "vmap": lambda logits: jax.vmap(lambda row, y: -log_weights(row)[y])(logits[0], TARGETS[0]),
