@@ -219,7 +219,7 @@ def objective_of(
     trained parameters have none.
     """
     if gradients:
-        _refuse_whole_numbers(model)
+        _refuse_whole_numbers(model.shapes.params)
     mode, whole = forward_mode(placement, training), whole_batch(placement, loss_fn, sync)
     whole = whole and replace(whole, trains=trains)
     if placement.plan.draws == "rows":
@@ -229,9 +229,10 @@ def objective_of(
     return Objective(model, loss_fn, mode, placement.axes.positions, placement.inside, read, whole, trains, placed)
 
 
-def _refuse_whole_numbers(model: Functional) -> None:
-    dtypes = {name: leaf.dtype for name, leaf in named_leaves(model.shapes.params).items()}
-    if wrong := {name: dtype for name, dtype in dtypes.items() if not jnp.issubdtype(dtype, jnp.inexact)}:
+def _refuse_whole_numbers(params: PyTree) -> None:
+    if {leaf.dtype.kind for leaf in jax.tree.leaves(params)} <= {"f", "c"}:
+        return
+    if wrong := {name: x.dtype for name, x in named_leaves(params).items() if not jnp.issubdtype(x.dtype, jnp.inexact)}:
         named = ", ".join(f"{name}: {dtype}" for name, dtype in wrong.items())
         raise TypeError(
             f"parameters of dtypes without gradients cannot be trained: {named}. Keep them as another kind of "
