@@ -3,6 +3,7 @@
 import functools
 import itertools
 import sys
+import types
 import zlib
 from functools import partial
 from pathlib import Path
@@ -871,3 +872,24 @@ def test_the_ledger_says_what_a_loss_gathers():
 def test_a_number_of_bytes_that_is_none_is_refused():
     with pytest.raises(ValueError, match="most_bytes='1 GB'"):
         ax.mixing_rows(contrastive, most_bytes="1 GB")
+
+
+class RefersToItsModel(nnx.Module):
+    """What it returns beside its rows has the model in it, and nothing that the call made."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(6, 3, rngs=rngs)
+
+    def __call__(self, x):
+        kept = types.SimpleNamespace(name="a name", model=self)
+        return self.layer(x), kept
+
+
+def test_an_object_that_refers_to_the_model_is_read_as_on_one_device():
+    def loss(model, batch):
+        y, kept = model(batch)
+        return (y**2).mean() + len(kept.name)
+
+    x = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
+    trainer = ax.DDP(RefersToItsModel(nnx.Rngs(0)), mesh_of({"data": 2})).trainer(optax.sgd(0.1), loss)
+    np.testing.assert_allclose(trainer.step(x)["loss"], loss(RefersToItsModel(nnx.Rngs(0)), x), rtol=1e-6)

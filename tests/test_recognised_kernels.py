@@ -13,7 +13,7 @@ from flax import linen, nnx
 from jax.sharding import PartitionSpec
 
 import axonml_jax as ax
-from axonml_jax.layers import recognise
+from axonml_jax.layers import fused, recognise
 from axonml_jax.model.view import Variables
 from tests.test_fused import both, drawn, gpu
 
@@ -143,6 +143,7 @@ def test_what_only_looks_like_a_norm_stays_as_it_is(name):
 
 
 TARGETS = jax.random.randint(jax.random.key(6), (3, 7), 0, WORDS)
+BYTES = jnp.where(TARGETS % 3 == 0, 255, TARGETS).astype(jnp.uint8)
 ONE_HOT = lambda targets: jax.nn.one_hot(targets, WORDS)
 
 
@@ -173,6 +174,8 @@ LOSSES = {
     "clipped targets": lambda logits: -at_target(log_weights(logits), TARGETS + 25, mode="clip")[..., 0],
     "targets from behind": by_labels(TARGETS - WORDS),
     "some targets beyond": lambda logits: jnp.nan_to_num(by_labels(TARGETS + 25)(logits), nan=7.0),
+    "bytes, some at no word": lambda logits: optax.softmax_cross_entropy(logits.astype(F32), ONE_HOT(BYTES)),
+    "spread over words": lambda logits: jnp.broadcast_to(-at_target(log_weights(logits)), logits.shape),
     "some targets far behind": lambda logits: jnp.nan_to_num(by_labels(TARGETS - 75)(logits), nan=7.0),
     "logsumexp": lambda logits: jax.nn.logsumexp(logits.astype(F32), -1) - at_target(logits).squeeze(-1),
     "rows by number": lambda logits: -log_weights(logits[0])[jnp.arange(7), TARGETS[0]],
@@ -186,6 +189,8 @@ NO_LOSSES = {
         logits.astype(F32), optax.smooth_labels(ONE_HOT(TARGETS), 0.1)
     ),
     "rows in another order": lambda logits: -log_weights(logits[0])[jnp.arange(7)[::-1], TARGETS[0]],
+    "filled with zero": lambda logits: -at_target(log_weights(logits), TARGETS + 25, mode="fill", fill_value=0.0),
+    "more rows than logits": lambda logits: -at_target(log_weights(logits[:1]) / jnp.ones((3, 1, 1))),
     "along another axis": lambda logits: -at_target(jax.nn.log_softmax(logits.astype(F32), axis=1)),
     "other logits": lambda logits: jax.nn.logsumexp(logits.astype(F32), -1) - at_target(2 * logits).squeeze(-1),
     "by weights": lambda logits: optax.softmax_cross_entropy(
@@ -207,6 +212,39 @@ def test_another_loss_stays_as_it_is(name):
     args = (3 * drawn(5, 3, 7, WORDS),)
     assert kernels_of(with_kernels(NO_LOSSES[name]), *args) == (0, 0)
     compare(NO_LOSSES[name], args, F32)
+
+
+def test_a_rounding_behind_a_norm_stays():
+    rounded = lambda x, scale: rms(x, scale).astype(BF16).astype(F32)
+    args = jnp.ones((6, N)).at[:, ::2].set(-2.3), jnp.full((N,), 1.37)
+    np.testing.assert_array_equal(with_kernels(rounded)(*args), rounded(*args))
+
+
+def test_floats_of_8_bits_beside_norms_are_left_as_they_are():
+    fun = lambda x, w: over_features(x @ w.astype(BF16)).astype(jnp.float8_e4m3fn).astype(BF16)
+    args = drawn(0, 4, N, dtype=BF16), drawn(1, N, N).astype(jnp.float8_e4m3fn)
+    np.testing.assert_array_equal(with_kernels(fun)(*args).astype(F32), fun(*args).astype(F32))
+
+
+@pytest.mark.parametrize("name", ["the same on every rank", "cast before", "targets alone differ"])
+def test_kernels_in_typed_mode_vary_as_the_plain_program(name, monkeypatch):
+    fun, args = {
+        "the same on every rank": (lambda x, w: x @ over_features(w).T, ((8, N), (6, N))),
+        "cast before": (
+            lambda x, w: x @ over_features(jax.lax.pcast(w, "data", to="varying")).T,
+            ((8, N), (6, N)),
+        ),
+        "targets alone differ": (lambda x, w: by_labels(x[:, 0].astype(int))(w), ((8, N), (2, N))),
+    }[name]
+    monkeypatch.setattr(fused, "platform_around", lambda: "gpu")
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    call = lambda variables, args: fun(*args)
+    local = lambda x, w: jax.grad(
+        lambda w: recognise.reading_kernels(call, "auto", Variables({}, {}, {}), (x, w)).astype(F32).sum()
+    )(w)
+    split = PartitionSpec("data"), PartitionSpec()
+    run = jax.shard_map(local, mesh=mesh, in_specs=split, out_specs=PartitionSpec(), check_vma=True)
+    assert "pallas" in str(jax.make_jaxpr(run)(*[drawn(k, *shape, dtype=BF16) for k, shape in enumerate(args)]))
 
 
 # Whole models of others.

@@ -137,6 +137,33 @@ class Handed(nnx.Module):
         return x
 
 
+STACKED = nnx.StateAxes({nnx.Param: 1, ...: 0})
+
+
+class StackedSecond(nnx.Module):
+    """Stacked along the second dim: a scan moves it to the front, and back."""
+
+    def __init__(self, rngs):
+        make = nnx.vmap(lambda rngs: nnx.Linear(6, 6, rngs=rngs), out_axes=STACKED)
+        self.layers = nnx.split_rngs(splits=3)(make)(rngs)
+
+    def __call__(self, x):
+        step = nnx.scan(lambda x, layer: jnp.tanh(layer(x)), in_axes=(nnx.Carry, STACKED), out_axes=nnx.Carry)
+        return step(x, self.layers)
+
+
+def largest(model, batch):
+    """Of more rows than a rank has."""
+    return jax.lax.top_k((model(batch["x"]) ** 2).mean(-1), 5)[0].mean()
+
+
+@pytest.mark.parametrize("make, loss", [(StackedSecond, squared), (Handed, largest)], ids=["transposed", "of all rows"])
+def test_what_is_handed_on_in_other_ways_is_not_written(make, loss):
+    trainer = ax.DDP(make(nnx.Rngs(0)), mesh_of(data=2)).trainer(optax.sgd(0.3), loss)
+    found, wanted = trainer.step(batches()[0])["loss"], loss(make(nnx.Rngs(0)), batches()[0])
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
 @pytest.mark.parametrize("plan", ["DDP", "FSDP", "one device", "accumulated"])
 def test_what_is_only_handed_on_is_not_written(plan):
     trainer = (PLANS | MORE)[plan](Handed(nnx.Rngs(0))).trainer(optax.sgd(0.3), squared)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as backend
 
+from axonml_jax.compat.order import manual_axes
 from axonml_jax.compat.varying_types import cast_to_varying, varying_axes
 
 _LOG2E = 1.4426950408889634
@@ -51,8 +52,8 @@ def kernel_call(
       in_place: by operand the result that takes its memory.
     """
     kinds: dict[str, Any] = {}
-    if axes := varying_axes(operands[0]):
-        kinds["manual_axis_type"] = jax.sharding.ManualAxisType(varying=axes)  # pyright: ignore
+    if manual_axes():
+        kinds["manual_axis_type"] = jax.sharding.ManualAxisType(varying=varying_axes(operands[0]))  # pyright: ignore
     whole = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
         kernel,

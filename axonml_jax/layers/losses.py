@@ -162,7 +162,10 @@ def cross_entropy_of_rows(logits: jax.Array, targets: jax.Array) -> jax.Array:
       logits: of a row's words.
       targets: negative ones have loss 0, and those of v or more NaN.
     """
-    return _cross_entropy(logits, targets, (), 0.0, None, chosen(logits, features=logits.shape[-1]))
+    from axonml_jax.compat.triton import varying_together
+
+    form = chosen(logits, features=logits.shape[-1])
+    return _cross_entropy(*varying_together([logits, targets]), (), 0.0, None, form)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))

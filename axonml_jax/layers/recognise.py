@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from axonml_jax.base import logger
-from axonml_jax.compat.varying_types import CASTS, varying_axes
+from axonml_jax.compat.varying_types import CASTS, cast_to_varying, varying_axes
 from axonml_jax.layers import fused
-from axonml_jax.layers.losses import cross_entropy_of_rows
+from axonml_jax.layers.losses import as_counted, cross_entropy_of_rows
 from axonml_jax.model.view import Variables
 from axonml_jax.program.program import (
     Atom,
@@ -133,6 +133,14 @@ def _ever_the_same(name: str) -> bool:
     return is_elementwise(name) or name in ("broadcast_in_dim", "reshape", "squeeze")
 
 
+def _holds(narrow: Any, wide: Any) -> bool:
+    """Whether a dtype has all numbers of a floating one."""
+    if not jnp.issubdtype(wide, jnp.floating):
+        return False
+    a, b = jnp.finfo(narrow), jnp.finfo(wide)
+    return bool(a.nmant <= b.nmant and a.maxexp <= b.maxexp and a.minexp >= b.minexp)
+
+
 class _Reader:
     """What is known of the values of one level of a program.
 
@@ -211,9 +219,9 @@ class _Reader:
         """`made` has the elements of `same`, and may be spread over more rows."""
         if self.avals[same].shape == self.avals[made].shape:
             self.roots[made] = self._root(same)
-        if same in self.forms:
-            self.forms[made] = self.forms[same]
-        if same in self.vectors:
+            if same in self.forms:
+                self.forms[made] = self.forms[same]
+        if same in self.vectors and self.avals[same].shape[-1:] == self.avals[made].shape[-1:]:
             self.vectors[made] = self.vectors[same]
 
     # Casts, and dims that are added or spread.
@@ -221,9 +229,10 @@ class _Reader:
     def _follow(self, equation: Equation, given: int, made: int) -> None:
         a, b = self.avals[given], self.avals[made]
         if equation.name in CASTS or equation.name == "convert_element_type":
-            if given in self.forms and (_FLOATS(b) or self.forms[given].what == "is target"):
-                self.forms[made] = self.forms[given]
-            if _FLOATS(a) and _FLOATS(b) and jnp.promote_types(a.dtype, b.dtype) == b.dtype:
+            form = self.forms.get(given)
+            if form is not None and (form.what == "is target" or _holds(self.avals[form.x].dtype, b.dtype)):
+                self.forms[made] = form
+            if _FLOATS(a) and _holds(a.dtype, b.dtype):
                 self.roots[made] = self._root(given)
                 if (vector := self._vector(given)) is not None:
                     self.vectors[made] = vector
@@ -332,8 +341,9 @@ class _Reader:
         """Of each row at which word its target is: one hot."""
         if names_of([a, b]) != (a, b) or b not in self.words or self.avals[a].shape[-1:] != (1,):
             return None
-        integers = jnp.issubdtype(self.avals[a].dtype, jnp.integer)
-        return Form("is target", targets=a, beyond="zero") if integers else None
+        dtype, words = self.avals[a].dtype, self.avals[b].shape[-1]
+        counts = jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).max >= words - 1
+        return Form("is target", targets=a, beyond="zero") if counts else None
 
     def _gathered(self, equation: Equation) -> Form | None:
         """A row's element at its target; or its only one."""
@@ -347,8 +357,15 @@ class _Reader:
         if targets is None or made not in (shape[:-1], (*shape[:-1], 1)):
             return None
         beyond = _BEYOND.get(jax.lax.GatherScatterMode.from_any(equation.op.options["mode"]))
+        filled = equation.op.options.get("fill_value")
         found = self._of_one("gather", operand)
-        return None if found is None or beyond is None else replace(found, targets=targets, beyond=beyond)
+        if beyond == "nan" and not (filled is None or np.isnan(filled)):
+            return None
+        return (
+            None
+            if found is None or beyond is None or self.avals[found.x].shape != shape
+            else replace(found, targets=targets, beyond=beyond)
+        )
 
     def _targets(self, options: Mapping[str, Any], operand: int, indices: int) -> Atom | None:
         """What each row's index along the last dim is, where one element of every row is taken."""
@@ -493,7 +510,8 @@ def _has_kernel(form: Form, made: Any, avals: Mapping[int, Any]) -> bool:
     x: Any = avals.get(form.x)
     if form.what == "normed":
         return made.dtype == x.dtype and made.shape == x.shape and fused.chosen(x) != "xla"
-    return form.what in _LOSSES and fused.chosen(x, features=x.shape[-1]) != "xla"
+    of_rows = form.what in _LOSSES and made.shape in (x.shape[:-1], (*x.shape[:-1], 1))
+    return of_rows and fused.chosen(x, features=x.shape[-1]) != "xla"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -542,7 +560,9 @@ class _Running:
         for equation in body.live:
             if (form := body.instead.get(equation)) is not None:
                 with equation.op.scope():
-                    made = [self._kernel(form, equation, env, equation in body.goes_on)]
+                    found = self._kernel(form, equation, env, equation in body.goes_on)
+                    lacks = varying_axes(equation.op.made[0]) - varying_axes(found)
+                    made = [cast_to_varying(found, tuple(sorted(lacks))) if lacks else found]
             else:
                 made = self._plain(equation, values_of(equation.inputs, env))
             env.update(zip(equation.outputs, made, strict=True))
@@ -572,7 +592,7 @@ class _Running:
 
 def _losses(form: Form, logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Of every row; one whose loss is NaN has no gradient, so that it may be left out afterwards."""
-    words, targets = logits.shape[-1], targets.reshape(logits.shape[:-1])
+    words, targets = logits.shape[-1], as_counted(targets.reshape(logits.shape[:-1]), None)
     if form.beyond == "nearest":
         return cross_entropy_of_rows(logits, jnp.clip(targets, 0, words - 1))
     outside = (targets < 0) | (targets >= words)

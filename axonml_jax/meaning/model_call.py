@@ -27,7 +27,7 @@ from axonml_jax.meaning.following import Following
 from axonml_jax.meaning.places import SUM, Group, Place, Places, Split
 from axonml_jax.meaning.settings import Attribute, Changed, Settings, having, module_at
 from axonml_jax.meaning.values import Ranks, Value
-from axonml_jax.model.view import BoundLinen, Functional, Mode, Variables, hidden_arrays, hidden_words
+from axonml_jax.model.view import BoundLinen, Functional, Mode, Variables, hidden_arrays, hidden_words, tracers_within
 from axonml_jax.program.program import Equation, all_but_named, read_program
 
 Path = tuple[Any, ...]
@@ -194,7 +194,7 @@ class Calls:
             after = variables_of(own)
             new = {at: x for at, x in after.items() if at not in before or not _same(before[at], x)}
             seen.update(new=new, treedef=jax.tree.structure(out))
-            seen["rest"] = _without_arrays(out, rest, path, method)
+            seen["rest"] = _without_arrays(out, [*rest, own], path, method)
             return [*_arrays(out), *jax.tree.leaves(list(new.values()))]
 
         traced = trace(fun, self.variables, self.key, arrays)
@@ -245,7 +245,7 @@ def _invoke(bound: Any, path: Path, method: str, treedef: Any, rest: Sequence[An
 
 
 class Hidden:
-    """Stands for such an object while a loss is traced, which may leave it alone; to read it is refused.
+    """Stands for such an object while a loss is traced, which may leave it alone; to read arrays of it is refused.
 
     Args:
       given: the object, as whose kind it goes.
@@ -253,13 +253,17 @@ class Hidden:
     """
 
     def __init__(self, given: Any, words: str):
-        vars(self).update(_kind=type(given), _words=words)
+        vars(self).update(_kind=type(given), _given=given, _words=words)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._given, name)
+        return self._refuse() if tracers_within(found) else found
 
     def _refuse(self, *args: Any, **options: Any) -> Any:
         raise TypeError(self._words)
 
     __class__ = property(lambda self: self._kind)  # pyright: ignore[reportAssignmentType]
-    __getattr__ = __call__ = __iter__ = __next__ = __getitem__ = _refuse
+    __call__ = __iter__ = __next__ = __getitem__ = _refuse
 
 
 def _without_arrays(out: Any, given: Sequence[Any], path: Path, method: str) -> tuple[Any, ...]:

@@ -1186,8 +1186,8 @@ def hidden_arrays(out: Any, given: Sequence[Any] = ()) -> dict[int, str]:
     """The leaves, by number, in which JAX does not see arrays of a call's own; those that it was given it may give back."""
     leaves = enumerate(jax.tree_util.tree_flatten_with_path(out)[0])
     opaque = {n: (path_name(path) or "the result", x) for n, (path, x) in leaves if not is_array(x)}
-    known = _tracers_within(*given) if opaque else {}
-    found = {n: named for n, named in opaque.items() if _tracers_within(named[1]).keys() - known.keys()}
+    known = tracers_within(*given) if opaque else {}
+    found = {n: named for n, named in opaque.items() if tracers_within(named[1]).keys() - known.keys()}
     return {n: f"{name}: a {type(x).__name__}" for n, (name, x) in found.items()}
 
 
@@ -1204,7 +1204,7 @@ _DEPTH = 8
 """How far what a model returns is looked into; an object, its fields and their values are three."""
 
 
-def _tracers_within(*values: Any) -> dict[int, Tracer]:
+def tracers_within(*values: Any) -> dict[int, Tracer]:
     """By identity; a function has what it closes over, and not the names of its module."""
     found, seen, of_function = {}, {}, lambda x: (x.__closure__, x.__defaults__, x.__kwdefaults__)
     for _ in range(_DEPTH):

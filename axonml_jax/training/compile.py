@@ -296,8 +296,15 @@ class Objective:
                 with self.inside():
                     made = self.whole(self.model, self._explained, self.mode, variables, key, batch, on_rows)
         if written.found and self.mode.training is not False:
-            refuse_written(list(written.found), self._on_rows, variables, key, getattr(batch, "rows", batch))
+            runs = (self._on_rows, getattr(batch, "rows", batch)), (self._on_whole, batch)
+            refuse_written(list(written.found), runs, variables, key)
         return made
+
+    def _on_whole(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
+        assert self.whole is not None
+        on_rows = partial(self._on_rows, variables, key)
+        with self.inside():
+            return self.whole(self.model, self._explained, self.mode, variables, key, batch, on_rows)
 
     def microbatches(self, variables: Variables, key: jax.Array, rows: PyTree, batches: PyTree) -> PyTree:
         """A rank's microbatches, stacked, as the loss takes them.
@@ -499,26 +506,36 @@ def part_keys(placement: Placement, key: jax.Array, rows: PyTree, count: int) ->
     return [row_key(whole, rank * count + number, own, parts) for number in range(count)]
 
 
-def refuse_written(names: list[str], run: Callable, variables: Variables, key: jax.Array, rows: PyTree) -> None:
+def refuse_written(
+    names: list[str], runs: Iterable[tuple[Callable, PyTree]], variables: Variables, key: jax.Array
+) -> None:
     """Refuse a loss whose code, or the model's, writes into parameters: a step would drop that.
 
     Args:
       names: parameters that are others afterwards.
-      run: `run(variables, key, rows)`: traced where loops and `jax.checkpoint` hand values on as new ones.
+      runs: `run(variables, key, batch)`, with its batch: the first that can be traced tells what is really written, as loops
+        and `jax.checkpoint` hand values on as new ones.
 
     Raises:
       ValueError: naming every parameter, and the remedy.
     """
     params = named_leaves(merge(variables.params, variables.frozen))
 
-    def after(leaves: list[Any]) -> list[Any]:
+    def after(run: Callable, batch: PyTree, leaves: list[Any]) -> list[Any]:
         given = jax.tree.unflatten(jax.tree.structure(merge(variables.params, variables.frozen)), leaves)
         with noting_written() as written:
-            run(replace(variables, params=given, frozen={}), key, rows)
+            run(replace(variables, params=given, frozen={}), key, batch)
         return [written.found.get(name, leaf) for name, leaf in zip(params, leaves, strict=True)]
 
-    ends = zip(params, _handed_on(after, list(params.values())), strict=True)
-    if not (really := [name for k, (name, end) in enumerate(ends) if end != k and name in names]):
+    really = names
+    for run, batch in runs:
+        try:
+            ends = _handed_on(partial(after, run, batch), list(params.values()))
+        except Exception:  # such as the five largest of four rows
+            continue
+        really = [name for k, (name, end) in enumerate(zip(params, ends, strict=True)) if end != k and name in names]
+        break
+    if not really:
         return
     raise ValueError(
         f"the model or the loss writes into parameters, and a step would drop what it writes: {', '.join(really)}. Parameters "
@@ -536,7 +553,17 @@ def _handed_on(fun: Callable[[Any], Any], given: PyTree) -> list[int | None]:
     program = read_program(trace(fun, given).jaxpr)
     whole = nested(program)
     places = {value: k for k, value in enumerate(whole.top.of(program.inputs))}
-    return [None if is_constant(atom) else places.get(whole.handed_on(atom)) for atom in whole.results]
+
+    def origin(atom: Any) -> Any:
+        order: tuple[int, ...] | None = None
+        while (node := whole.maker(atom := whole.handed_on(atom))) is not None and node.name == "transpose":
+            swapped = tuple(node.equation.op.options["permutation"])
+            order = swapped if order is None else tuple(swapped[k] for k in order if k < len(swapped))
+            (atom,) = node.inputs
+        return atom if order is None or order == tuple(range(len(order))) else None
+
+    ends = [origin(atom) for atom in whole.results]
+    return [None if end is None or is_constant(end) else places.get(end) for end in ends]
 
 
 def refuse_moved(model: Functional, before: PyTree, after: PyTree, again: Callable[[PyTree], PyTree]) -> None:
