@@ -39,6 +39,30 @@ def test_little_of_a_large_result_is_kept_in_its_place():
     assert kept(half, jnp.ones((8, 5)), jnp.ones((5, 32))) == [(8, 32)]
 
 
+@jax.custom_vjp
+def marked(x):
+    return x
+
+
+marked.defvjp(lambda x: (marked(x), None), lambda _, ct: (2 * marked(ct),))
+
+
+@jax.custom_vjp
+def multiplied(x, w):
+    return x @ w
+
+
+multiplied.defvjp(lambda x, w: (multiplied(x, w), (x, w)), lambda kept, ct: (ct @ kept[1].T, kept[0].T @ ct))
+
+
+def test_what_marks_a_value_is_not_kept_beside_it_and_a_product_with_gradients_of_its_own_is():
+    # The rules call what they are rules of, so that a second derivative finds it: JAX asks of such a call as a whole.
+    value = lambda x, w: jnp.sum(jnp.sin(marked(marked(jnp.sin(x)) @ w)))
+    assert kept(value, jnp.ones((8, 5)), jnp.ones((5, 32))) == [(8, 32)]
+    product = lambda x, w: jnp.sum(jnp.sin(marked(multiplied(jnp.sin(x), w))))
+    assert kept(product, jnp.ones((8, 5)), jnp.ones((5, 32))) == [(8, 32)]
+
+
 @pytest.mark.parametrize("options", [{}, {"window": 3}, {"sinks": jnp.zeros(4)}, {"softcap": 5.0}])
 def test_attention_keeps_its_weights_in_the_place_of_scores_and_computes_no_exponential_again(options):
     batch, length, heads = 2, 8, 4

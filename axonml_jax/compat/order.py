@@ -363,6 +363,16 @@ class Saveable(NamedTuple):
         return tuple(names[atom] for atom in inner.outvars if isinstance(atom, Var) and atom in names)
 
     @property
+    def body(self) -> "list[Saveable] | None":
+        """The operations of a call with gradients of its own, or of one that it makes; None for every other operation."""
+        body = self.params.get("jaxpr" if self.primitive == "jit" else "call_jaxpr")
+        if body is None or self.primitive not in {*CALLS_WITH_GRADIENTS, "jit"}:
+            return None
+        equations = getattr(body, "jaxpr", body).eqns
+        avals = lambda equation: tuple(atom.aval for atom in equation.invars)
+        return [Saveable(equation.primitive.name, avals(equation), equation.params) for equation in equations]
+
+    @property
     def fft_type(self) -> jax.lax.FftType | None:
         """Of a Fourier transform; None for every other operation."""
         return self.params["fft_type"] if self.primitive == "fft" else None

@@ -99,8 +99,11 @@ def all_but_elementwise(result: Saveable) -> bool:
 
     Products, sums, random bits, lookups and collectives are never done twice. Comparisons of floats are kept, a byte each:
     dropout's mask instead of the bits it is made of. So is what little is taken of a large array: the one column that counts
-    of the 128 that an attention kernel writes. Of complex results the parts are kept, where they are named.
+    of the 128 that an attention kernel writes. Of complex results the parts are kept, where they are named. A call is kept for
+    what it calls: that which only marks how its operand is differentiated is made again.
     """
+    if result.body is not None:
+        return any(map(all_but_elementwise, result.body))
     name, avals, params = result.primitive, result.operands, result.params
     if result.given_name is not None:
         return result.given_name in (PARTS, PRODUCT_PARTS, KEPT)
@@ -109,7 +112,7 @@ def all_but_elementwise(result: Saveable) -> bool:
         return math.prod(map(int, taken)) * LITTLE <= avals[0].size
     if rule_of(name).compares:
         return any(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals)
-    return not is_redone(name) and not _complex(result)
+    return not is_redone(name) and name != "axis_index" and not _complex(result)
 
 
 def sums(result: Saveable) -> bool:
