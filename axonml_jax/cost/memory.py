@@ -31,6 +31,7 @@ from axonml_jax.cost.decoder import (
     divided,
     either,
     expert_blocks,
+    gated,
     inward_products,
     layer_degrees,
     least,
@@ -598,10 +599,11 @@ class Step:
         )  # fmt: skip
 
 
-def attention_work(step: Step) -> tuple[Many, Many]:
+def attention_work(step: Step) -> tuple[Many, Many, Many]:
     """FLOPs of a token that attention leaves out as masks hide them, and those that it computes in blocks, not by a kernel.
 
-    Einsums leave nothing out; kernels and blocks do, tile by tile.
+    The third are pairs of positions that kernels or blocks compute for a token, of all heads and blocks. Einsums leave nothing
+    out; kernels and blocks do, tile by tile.
     """
     model, apart = step.model, step.attention
     sizes = (step.length, step.compute, step.platform, step.documents)
@@ -610,9 +612,47 @@ def attention_work(step: Step) -> tuple[Many, Many]:
     elif fuses_attention(model, *sizes):
         tile = block_for(step.platform or "")
     else:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     every, computed = pair_flops(model, step.length), computed_pairs(model, step.length, tile)
-    return (1 - computed) * every, either(kernel_computes(model, *sizes, apart), 0.0, computed * every)
+    pairs = computed * model.num_layers * model.attention_shape.heads * step.length
+    blockwise = either(kernel_computes(model, *sizes, apart), 0.0, computed * every)
+    return (1 - computed) * every, blockwise, pairs
+
+
+def passes(step: Step) -> Many:
+    """Bytes that a rank reads and writes in a step between products, in as few passes as norms, activations and the loss allow.
+
+    Per token of a block, forward and backward: a norm with the sum before it reads two arrays and writes two each way; an
+    activation reads its products and writes one, and reads these and a gradient and writes theirs; queries, keys and values
+    are split with their rotation or biases, and joined; a softmax that is no kernel's reads and writes its scores, and reads
+    them and their gradient and writes one; experts' rows are sent and put together. What a block computes again it passes over
+    again. Logits are read twice and written once. A pipeline's ranks have equal parts. The update is priced apart.
+    """
+    model, run, shape = step.model, step.run, step.model.attention_shape
+    inside, outside = _cuts(model, step.degrees)
+    fused = step.attention is not None or fuses_attention(
+        model, step.length, step.compute, step.platform, step.documents
+    )
+    again = 2 if run.pipelined else 1 + run.recomputes  # a pipeline's stages make again at least what is elementwise
+    between = 4 * model.hidden_size * (4 if model.post_norms else 2)
+    scores = 0 if fused else model.num_heads * step.length
+    within = 2 * shape.opened * (again + 1) + scores * (2 * again + 3)
+    routed, every = sum(expert_blocks(model)), model.num_layers
+    feeds = routed * _activation_passes(model, True, again) + (every - routed) * _activation_passes(model, False, again)
+    blocks = divided(every * between * (again + 1), outside) + divided(every * within + feeds, inside)
+    head = 3 * divided(model.vocab_size, _vocabulary_cut(model, step.degrees))
+    tokens = step.rows * step.positions
+    return tokens * jnp.dtype(step.compute).itemsize * (blocks + head) / step.degrees.get(AXIS, 1)
+
+
+def _activation_passes(config: DecoderLike, experts: bool, again: Many) -> Many:
+    """Numbers of a token that a block's activation reads and writes, and of its experts' rows on their way."""
+    own, gates, inner, moved = config.experts, inward_products(config) == 2, config.mlp_size, 0
+    if experts and own is not None:
+        gates, inner = gated(config, own), own.top_k * (own.inner_size or config.mlp_size) + own.shared_size
+        moved = 4 * own.top_k * config.hidden_size
+    each = (3, 5) if gates else (2, 3)
+    return inner * (each[0] * again + each[1]) + moved * (again + 1)
 
 
 def attention_problems(step: Step) -> list[str]:

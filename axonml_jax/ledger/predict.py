@@ -31,6 +31,7 @@ from axonml_jax.cost.memory import (
     compute_dtype,
     flows,
     held,
+    passes,
     resting,
     weights_of,
 )
@@ -74,6 +75,8 @@ class Prediction:
       masked_flops_per_token: of flops_per_token, those that attention leaves out, as a mask hides the tiles they are of.
       attention_again: how often attention's forward is computed again.
       blockwise_flops_per_token: of flops_per_token, those of attention in blocks that no kernel computes.
+      pairs_per_token: pairs of positions that a kernel of attention computes, or blocks, of all heads and blocks.
+      passes: bytes that a device reads and writes between products in a step (see `cost.memory.passes`).
       expert_flops_per_token: of all these FLOPs, those of the experts that a token is sent to.
       expert_padding: rows that a rank's experts multiply, over those of its share of tokens; 0: as many as others send.
       notes: what the numbers leave open.
@@ -99,6 +102,8 @@ class Prediction:
     masked_flops_per_token: float = 0.0
     attention_again: float = 0
     blockwise_flops_per_token: float = 0.0
+    pairs_per_token: float = 0.0
+    passes: float = 0.0
     expert_flops_per_token: float = 0.0
     expert_padding: float = 0.0
     notes: tuple[str, ...] = ()
@@ -513,7 +518,7 @@ def _predict(
     step = replace(step, platform=platform, documents=documents, run=replace(step.run.recomputing(again), sends=sends))
     if wrong := [*attention_problems(step), *_rounding_problems(plan, model, degrees)]:
         raise ValueError(f"this plan cannot run: {'; '.join(wrong)}")
-    masked, blockwise = attention_work(step)
+    masked, blockwise, pairs = attention_work(step)
     memory = held(step, moments=moments, offload=plan.offload, in_ticks=plan.pipe is not None and plan.pipe.in_ticks)
     flops, costs = model.flops_per_token(length), stage_costs(model, stages.blocks, stages.experts, step.run, length)
     return Prediction(
@@ -534,6 +539,8 @@ def _predict(
         masked_flops_per_token=masked,
         attention_again=float(step.run.recomputes),
         blockwise_flops_per_token=blockwise,
+        pairs_per_token=pairs,
+        passes=float(passes(step)),
         expert_flops_per_token=float(expert_flops(model, step.run)),
         expert_padding=0.0 if step.experts is None else step.experts.padded,
         notes=_notes(plan, degrees, timetable, memory, step),

@@ -41,8 +41,12 @@ class Hardware:
       step_seconds: seconds that come with every step of the model however few tokens it has, where one was measured.
       layer_link: of `link`, bytes per second that what a model's layers send themselves reaches, with what their ranks compute
         alike meanwhile, where a model was measured; None: as `link`.
-      reached: share of `flops` that the products of its blocks reach, where a model was measured; None: nobody knows. See
+      reached: share of `flops` that products reach, or a measured model's whole blocks; None: nobody knows. See
         `Assumptions.on`.
+      score_seconds: seconds that a kernel of attention takes for a pair of positions and a head, forward and backward, beside
+        its products, where `reached` is of products alone.
+      passes_reached: share of `memory_bandwidth` that norms, activations and the loss reach between products; 0: `reached` is
+        not of products alone.
       alone: how many times as fast a device computes while the others are idle: simulated devices share their host's cores.
       sources: where each figure is from, by attribute; what is not there is an assumption.
     """
@@ -63,6 +67,8 @@ class Hardware:
     step_seconds: float = 0.0
     layer_link: float | None = None
     reached: float | None = None
+    score_seconds: float = 0.0
+    passes_reached: float = 0.0
     alone: float = 1.0
     sources: dict[str, str] = field(default_factory=dict, compare=False, hash=False)
 
@@ -157,8 +163,14 @@ _REACHED = 0.86
 """Share of PCIe's figure that copies to and from pinned memory reach: 55 of 64 GB/s (NVIDIA's nvbandwidth, PCIe 5.0 x16)."""
 
 
+_HOPPER = {"reached": 0.79, "score_seconds": 1.42e-12, "passes_reached": 0.42}
+"""What a step of GPT-2 small shows on an H200 (`benchmarks/peers/gpu_speed.py`): its products' share of the peak, what cuDNN's
+attention takes beside its own at that share, and what the rest of the time but for the update makes of the bandwidth."""
+
+
 def _gpu(
-    name: str, flops: float, memory: float, memory_bandwidth: float, nvlink: float, cross: float, pcie: float, sheet: str
+    name: str, flops: float, memory: float, memory_bandwidth: float, nvlink: float, cross: float, pcie: float, sheet: str,
+    **reached: Any,
 ):  # fmt: skip
     sources = {
         "flops": f"{sheet}: dense bfloat16 of the SXM module, without sparsity",
@@ -169,10 +181,13 @@ def _gpu(
         "cross": f"{sheet} (DGX): one network card per GPU",
         "host_link": f"{sheet}: half of PCIe's figure, which counts both directions, and of that the {_REACHED:.0%} that "
         "copies reach in NVIDIA's nvbandwidth",
+        **dict.fromkeys(
+            reached, "measured: one step of GPT-2 small on one H200; an H100 is the same chip with other memory"
+        ),
     }
     return Hardware(
         name=name, flops=flops, memory=memory, memory_bandwidth=memory_bandwidth, link=nvlink / 2, island=8, cross=cross,
-        latency=5e-6, host_link=_REACHED * pcie / 2, platform="cuda", sources=sources,
+        latency=5e-6, host_link=_REACHED * pcie / 2, platform="cuda", sources=sources, **reached,
     )  # fmt: skip
 
 
@@ -184,8 +199,8 @@ HARDWARE: dict[str, Hardware] = {
         _tpu("v5p", 459 * TERA, 95 * GB, 2765 * GB, 90 * GB, 8960, 6.25 * GB, 3, 15 * GB),
         _tpu("v6e", 918 * TERA, 32 * 2**30, 1638 * GB, 90 * GB, 256, 12.5 * GB, 2, 32 * GB),
         _gpu("a100", 312 * TERA, 80 * GB, 2039 * GB, 600 * GB, 25 * GB, 64 * GB, "NVIDIA A100 80GB data sheet"),
-        _gpu("h100", 989 * TERA, 80 * GB, 3350 * GB, 900 * GB, 50 * GB, 128 * GB, "NVIDIA H100 data sheet"),
-        _gpu("h200", 989 * TERA, 141 * GB, 4800 * GB, 900 * GB, 50 * GB, 128 * GB, "NVIDIA H200 data sheet"),
+        _gpu("h100", 989 * TERA, 80 * GB, 3350 * GB, 900 * GB, 50 * GB, 128 * GB, "NVIDIA H100 data sheet", **_HOPPER),
+        _gpu("h200", 989 * TERA, 141 * GB, 4800 * GB, 900 * GB, 50 * GB, 128 * GB, "NVIDIA H200 data sheet", **_HOPPER),
     )
 }
 """Name -> figures. Latencies are assumptions of the order that collectives of a few bytes show."""
@@ -392,7 +407,11 @@ class Assumptions:
     """Assumptions of the time that a plan takes.
 
     Attributes:
-      efficiency: share of the peak FLOP/s that products reach while nothing is waited for.
+      efficiency: share of the peak FLOP/s that products reach while nothing is waited for; where `passes` is 0, with what is
+        between them.
+      score_seconds: that a kernel of attention takes for a pair of positions and a head beside its products; 0: as `passes`.
+      passes: share of the memory's bandwidth that norms, activations and the loss reach between products; 0: they are in
+        `efficiency`.
       overlap: share of the compute time behind which gathers of parameters and reductions of gradients can hide.
       layer_overlap: the same of what the layers send themselves; 0, as a product waits for its input.
       blocks: of the efficiency, what attention reaches that reads positions of other ranks: it is computed block by block,
@@ -404,6 +423,8 @@ class Assumptions:
     """
 
     efficiency: float = 0.5
+    score_seconds: float = 0.0
+    passes: float = 0.0
     overlap: float = 0.7
     layer_overlap: float = 0.0
     blocks: float = 0.5
@@ -412,12 +433,15 @@ class Assumptions:
     host_bandwidth: float = 16e9
 
     @classmethod
-    def on(cls, hardware: Hardware, efficiency: float | None = None, **given: float) -> "Assumptions":
-        """The defaults, but for what is given, with the hardware's link to its host and the efficiency that was measured of it.
+    def on(cls, hardware: Hardware, efficiency: float | None = None, **given: Any) -> "Assumptions":
+        """The defaults, but for what is given, with the hardware's link to its host and the shares that were measured of it.
 
-        On CPUs nothing overlaps: XLA:CPU begins no collective before it needs the result.
+        An efficiency that is given is of all that is between the products too. On CPUs nothing overlaps: XLA:CPU begins no
+        collective before it needs the result.
         """
         known = cls.efficiency if hardware.reached is None else hardware.reached
+        if efficiency is None:
+            given = {"score_seconds": hardware.score_seconds, "passes": hardware.passes_reached, **given}
         hidden = {"overlap": 0.0} if hardware.platform == "cpu" else {}
         linked = {"host_bandwidth": hardware.host_link} if hardware.host_link else {}
         return cls(efficiency=known if efficiency is None else efficiency, **(hidden | linked | given))

@@ -86,6 +86,16 @@ class Predicted(Protocol):
         ...
 
     @property
+    def pairs_per_token(self) -> Many:
+        """Pairs of positions that a kernel of attention computes, or blocks (see `cost.memory.attention_work`)."""
+        ...
+
+    @property
+    def passes(self) -> Many:
+        """Bytes that a device reads and writes between products (see `cost.memory.passes`)."""
+        ...
+
+    @property
     def expert_flops_per_token(self) -> Many:
         """Of all those, of experts."""
         ...
@@ -141,7 +151,7 @@ class Phase:
     Attributes:
       name: forward, backward or end; of a pipeline start, ticks (all of them) or end.
       times: how often it runs in a step.
-      compute: seconds of products of one run.
+      compute: seconds of one run's products and of passes between them.
       every: what each run sends.
       once: what only one of the runs sends besides: a forward the first, a backward the last.
       assumptions: say what hides.
@@ -173,9 +183,10 @@ def phases(found: Predicted, hardware: Hardware, given: Assumptions) -> tuple[Ph
     """The phases of a predicted step, in order.
 
     Without a pipeline every microbatch has a forward and a backward, which take one and two thirds of the products and the
-    backward what is recomputed; what a measured block takes besides comes with every microbatch. What a step sends once
-    hides behind one microbatch alone: gathers behind the first forward, reductions behind the last backward. A pipeline's
-    ticks are one phase, before and after which its rank sends what it sends once, behind nothing.
+    backward what is recomputed; passes over memory are divided as the products are. What a measured block takes besides comes
+    with every microbatch. What a step sends once hides behind one microbatch alone: gathers behind the first forward,
+    reductions behind the last backward. A pipeline's ticks are one phase, before and after which its rank sends what it sends
+    once, behind nothing.
     """
     devices = math.prod(found.degrees.values())
     seconds = lambda flops: found.tokens * flops / devices / (hardware.flops * given.efficiency)
@@ -184,6 +195,12 @@ def phases(found: Predicted, hardware: Hardware, given: Assumptions) -> tuple[Ph
     fuller = either(found.expert_padding > 0, found.expert_padding, given.imbalance)
     products = seconds(found.flops_per_token + attention + (fuller - 1) * found.expert_flops_per_token)
     again = seconds(found.recomputed_flops_per_token + found.attention_again * attention / 3)
+    pairs = found.tokens * found.pairs_per_token / devices * given.score_seconds
+    pairs = pairs * either(found.blockwise_flops_per_token > 0, slower, 1.0)
+    products, again = products + pairs, again + found.attention_again * pairs / 3
+    if given.passes:
+        whole = found.passes / hardware.memory_bandwidth / given.passes
+        products, again = products + whole * products / (products + again), again + whole * again / (products + again)
     fixed = hardware.block_seconds * found.layers / found.degrees.get(PIPE, 1) * found.microbatches
     products, again = products + fixed, again + fixed * found.recomputed_flops_per_token / found.flops_per_token
     if found.pipelined:
@@ -285,7 +302,7 @@ class Price:
     """Seconds of one step on one device; of many candidates arrays of them.
 
     Attributes:
-      compute: products, recomputation included, at the assumed efficiency.
+      compute: products, recomputation included, at the assumed efficiency, and passes over memory between them.
       bubble: of the pipeline.
       update: the optimizer's reading and writing of memory, and what else a measured step takes however few tokens it has.
       host: to and from host memory.

@@ -29,7 +29,7 @@ from axonml_jax.cost.base import (
 )
 from axonml_jax.cost.decoder import Many, decoder_weights, divided, problems, varies
 from axonml_jax.cost.flows import SplitAttention, expert_flops, recomputed_flops, stage_costs, stages_of
-from axonml_jax.cost.memory import SENDS, Memory, Step, attention_work, compute_dtype, flows, held
+from axonml_jax.cost.memory import SENDS, Memory, Step, attention_work, compute_dtype, flows, held, passes
 from axonml_jax.ledger.pictures import height, new_figure, panels, put_title, save
 from axonml_jax.ledger.predict import REMATS, Prediction, predict
 from axonml_jax.mesh.axes import AXES, LAYER_AXES, batch_axes
@@ -913,6 +913,8 @@ class Candidates:
     masked_flops_per_token: Many
     attention_again: Many
     blockwise_flops_per_token: Many
+    pairs_per_token: Many
+    passes: Many
     expert_flops_per_token: Many
     expert_padding: Many
     causal_balance: Many
@@ -927,7 +929,7 @@ def candidates_of(
     """The candidates of choices that make one list: the one after the other."""
     step, slowest = _step(together, asked)
     run, tokens = step.run, asked.global_batch * asked.length
-    masked, blockwise = attention_work(step)
+    masked, blockwise, pairs = attention_work(step)
     return Candidates(
         degrees=step.degrees,
         pipelined=run.pipelined,
@@ -939,6 +941,8 @@ def candidates_of(
         masked_flops_per_token=masked,
         attention_again=run.recomputes,
         blockwise_flops_per_token=blockwise,
+        pairs_per_token=pairs,
+        passes=passes(step),
         expert_flops_per_token=expert_flops(step.model, run),
         expert_padding=0.0 if step.experts is None else step.experts.padded,
         causal_balance=1.0 if step.attention is None else step.attention.balance,

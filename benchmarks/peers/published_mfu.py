@@ -3,6 +3,7 @@
     python benchmarks/peers/published_mfu.py             # layouts that were run, and the planner's own plans for the same chips
     python benchmarks/peers/published_mfu.py --long      # sequences of 65,536 to 4,194,304 tokens
     python benchmarks/peers/published_mfu.py --no-plans
+    python benchmarks/peers/published_mfu.py --gpu       # GPUs: two steps of ours, and others' published ones
 
 Of the peak the planner's products reach an assumed share. A published dense step says which it was: the one at which the price
 of its layout is the time that it took. At that share mixtures of experts and long sequences are priced. What a layout computes
@@ -12,9 +13,12 @@ Sources, in MaxText's and tpu-recipes' repositories: docs/reference/models/tieri
 end_to_end/tpu/mixtral/Run_Mixtral.md (on 64: 251.94 TFLOP/s), training/v5p/Mixtral-8X7B-Maxtext (36 sequences a chip),
 training/ironwood/README.md (tokens per second and chip), training/v5p/Llama3.1-8B-LongContext-Maxtext (seconds a step; heads of
 256, a variant of Llama 3.1 8B).
+On GPUs: docs/performance.md; Grattafiori et al., The Llama 3 Herd of Models (2024), table 4; torchtitan's
+benchmarks/llama3_h100_202412_torchtitan.md, whose H100s have memory of 2.4 TB/s and a limit of 500 W.
 """
 
 import argparse
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -174,6 +178,43 @@ def long() -> None:
         )
 
 
+LLAMA3_405B = replace(
+    preset("llama3-70b"),
+    num_layers=128,
+    hidden_size=16_384,
+    mlp_hidden_size=53_248,
+    num_heads=128,
+    sequence_parallel=True,
+    scan_layers=False,
+)
+"""Of 126 blocks; 128 divide over 16 stages of 8 chunks."""
+
+
+def gpus() -> None:
+    """Steps on GPUs: seconds that were measured, and as the planner takes them at an efficiency of 0.5 and by parts."""
+    h100, h200 = HARDWARE["h100"], HARDWARE["h200"]
+    slower = replace(h100, memory_bandwidth=2.4e12)
+    gpt2, llama = replace(preset("gpt2-small"), vocab_size=50_304), preset("llama3-8b")
+    kept, eighth = {"remat": "selective"}, replace(llama, num_layers=8)
+    stages = lambda count: {"pipe": ax.Pipelined(schedule="interleaved", chunks=8, num_microbatches=count)}
+    split, both = {"pipe": 16, "tensor": 8}, (2048, 8192)
+    steps: tuple[tuple[str, Any, Hardware, dict, dict, tuple[int, int], float], ...] = (
+        ("GPT-2 small, one H200 (ours)", gpt2, h200, {}, {}, (16, 1024), 0.0304),
+        ("8 layers of Llama 3 8B, one H200 (ours)", eighth, h200, kept, {}, (2, 8192), 0.460),
+        ("Llama 3 405B, 8,192 H100", LLAMA3_405B, h100, stages(32), {"data": 64, **split}, both, 430e12),
+        ("Llama 3 405B, 16,384 H100", LLAMA3_405B, h100, stages(16), {"data": 128, **split}, both, 400e12),
+        ("Llama 3.1 8B, 8 H100 of 500 W", llama, slower, kept, {"fsdp": 8}, (16, 8192), 16 * 8192 / 8 / 6667),
+    )  # fmt: skip
+    print(f"\n| step | measured s | at {ASSUMED} | by parts | of the measured |\n|{' --- |' * 5}")
+    for name, model, hardware, plan, degrees, (rows, length), told in steps:
+        sizes: dict[str, Any] = {"global_batch": rows, "length": length, "platform": "cuda"}
+        found = predict(ax.Plan(precision="bf16", **plan), model, {"data": 1, **degrees}, **sizes)
+        if told > 1e9:  # FLOP/s of a device
+            told = found.tokens * found.flops_per_token / math.prod(degrees.values()) / told
+        assumed, parts = (float(price(found, hardware, given).time) for given in (Assumptions(), None))
+        print(f"| {name} | {told:.4g} | {assumed:.4g} | {parts:.4g} | {parts / told:.2f} |")
+
+
 def plans() -> None:
     """The planner's own plans."""
     print(f"\n| model, v5p, sequences of 4,096 | efficiency | plan | ms a step | MFU | GiB |\n|{' --- |' * 6}")
@@ -190,10 +231,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-plans", action="store_true", help="leave out the planner's own plans")
     parser.add_argument("--long", action="store_true", help="long sequences alone")
+    parser.add_argument("--gpu", action="store_true", help="GPUs alone")
     given = parser.parse_args()
-    if given.long:
-        long()
-        return
+    if given.long or given.gpu:
+        return long() if given.long else gpus()
     compared(DENSE, MIXTURES)
     compared(DENSE_7, MIXTURES_7)
     if not given.no_plans:
