@@ -130,8 +130,8 @@ def test_the_busiest_ranks_causal_work_is_in_the_prediction_and_in_the_price(ord
     given = {"model": config(GPT), "mesh": {"context": 4}, "global_batch": 8, "length": LENGTH}
     found = ax.explain(ax.Plan(context=ax.Context(method="gather", order=order)), **given)
     assert found.causal_balance == pytest.approx(ax.causal_balance(order, LENGTH, 4), rel=1e-12)
-    compute = lambda blocks: price(found, hardware("v5e"), Assumptions(blocks=blocks)).compute
-    even = price(replace(found, causal_balance=1.0), hardware("v5e"), Assumptions(blocks=1.0)).compute
+    compute = lambda blocks: price(found, hardware("v5e"), Assumptions(blocks=blocks, passes=0.0)).compute
+    even = price(replace(found, causal_balance=1.0), hardware("v5e"), Assumptions(blocks=1.0, passes=0.0)).compute
     tile = {"contiguous": LENGTH // 4, "zigzag": LENGTH // 8, "striped": LENGTH}[
         order
     ]  # from its first position to its last

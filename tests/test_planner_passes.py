@@ -99,10 +99,15 @@ def test_what_is_between_products_adds_to_them_where_the_hardware_knows_it():
     assert price(again, scores).compute - price(again, products).compute == pytest.approx(more * 4 / 3)
 
 
-def test_a_given_efficiency_is_of_all_that_a_step_computes():
-    assert Assumptions.on(H200).passes == 0.42 and Assumptions.on(H200).efficiency == 0.79
-    assert Assumptions.on(H200, 0.5).passes == Assumptions.on(H200, 0.5).score_seconds == 0
-    assert Assumptions.on(HARDWARE["v5p"]).passes == 0  # nobody measured one: all is in the efficiency
+def test_an_efficiency_is_of_products_and_what_was_measured_of_whole_blocks_has_the_rest_in_it():
+    assert (Assumptions.on(H200).efficiency, Assumptions.on(H200).passes) == (0.79, 0.42)
+    assert (Assumptions.on(H200, 0.5).efficiency, Assumptions.on(H200, 0.5).passes) == (0.5, 0.42)
+    here = dataclasses.replace(
+        H200, reached=0.3, passes_reached=0.0, score_seconds=0.0
+    )  # as `--hardware measure` has it
     _, found = explained()
-    one = price(found, H200, Assumptions.on(H200, 0.5)).compute
-    assert one == pytest.approx(8 * 64 * (found.flops_per_token - found.masked_flops_per_token) / (0.5 * H200.flops))
+    products = 8 * 64 * (found.flops_per_token - found.masked_flops_per_token) / (0.3 * H200.flops)
+    assert price(found, here).compute == pytest.approx(products)
+    nobody = dataclasses.replace(here, reached=None)
+    passes = found.passes / (H200.memory_bandwidth * Assumptions.passes)
+    assert price(found, nobody).compute == pytest.approx(products * 0.3 / Assumptions.efficiency + passes)

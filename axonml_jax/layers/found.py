@@ -45,8 +45,8 @@ from axonml_jax.strategies.strategy import Method
 def across_problem(found: FoundAttention, ranks: int) -> str | None:
     """Why `context_attention` does not compute a found attention; None where it does."""
     sizes = found.sizes
-    if sizes["query"] % ranks or sizes["key"] % ranks:
-        return f"{sizes['query']} queries or {sizes['key']} keys do not divide over {ranks} ranks"
+    if min(sizes["query"], sizes["key"]) < ranks:
+        return f"{sizes['query']} queries or {sizes['key']} keys are fewer than {ranks} ranks"
     if found.gates:
         return "its weights are multiplied with arrays, or those of some queries set to 0"
     if found.zero and not all(isinstance(term, Band) for term in found.mask):
@@ -56,7 +56,9 @@ def across_problem(found: FoundAttention, ranks: int) -> str | None:
     return None
 
 
-def options_of(found: FoundAttention, given: Reads) -> tuple[dict[str, Any], tuple[jax.Array, ...], Any]:
+def options_of(
+    found: FoundAttention, given: Reads, padded: bool = False
+) -> tuple[dict[str, Any], tuple[jax.Array, ...], Any]:
     """Options of `context_attention`, the arrays that they read, and the dropout's key.
 
     Blocks are left out where positions alone hide them. Where other rules hide keys too, a query might see none, and what
@@ -68,7 +70,7 @@ def options_of(found: FoundAttention, given: Reads) -> tuple[dict[str, Any], tup
     rules: dict[str, Any] = {}
     if len(bands) == len(found.mask) and found.sizes["query"] == found.sizes["key"] and all(map(_sees_itself, bands)):
         rules = _rules(bands, found.sizes["query"])
-    modify = _modify(found, operands)
+    modify = _modify(found, operands, padded)
     options = {"scale": 1.0, "score_mod": modify, **rules}
     if found.dropout is None:
         return options, arrays, None
@@ -108,14 +110,14 @@ def _operands(found: FoundAttention):
                             pass
 
 
-def _modify(found: FoundAttention, operands: list[Operand]) -> Callable[..., jax.Array]:
-    """The changes of a block's scores [b, h, x, y], in their order."""
+def _modify(found: FoundAttention, operands: list[Operand], padded: bool) -> Callable[..., jax.Array]:
+    """The changes of a block's scores [b, h, x, y], in their order; with `padded` keys behind the last one are hidden."""
 
     def modify(scores: jax.Array, where: Where, *arrays: jax.Array) -> jax.Array:
         held = dict(zip(operands, arrays, strict=True))
         read = lambda operand: _of_block(held[operand], operand, where)
         number = lambda by: read(by) if isinstance(by, Operand) else jnp.asarray(by, scores.dtype)
-        wide, scores = scores.dtype, scores.astype(found.scores_dtype)
+        wide, scores, whole = scores.dtype, scores.astype(found.scores_dtype), found.sizes["key"]
         for change in found.changes:
             match change:
                 case Scaled(by, divides):
@@ -132,7 +134,7 @@ def _modify(found: FoundAttention, operands: list[Operand]) -> Callable[..., jax
                     for term in terms:
                         seen = seen & sees(term, where.queries, where.keys, read)
                     scores = jnp.where(seen, shown, hidden)
-        return scores.astype(wide)
+        return jnp.where(where.keys < whole, scores.astype(wide), -jnp.inf) if padded else scores.astype(wide)
 
     return modify
 
@@ -233,8 +235,13 @@ def _attend(
     method: Method,
     check_vma: bool,
 ) -> jax.Array:
-    """[batch, query, heads, size] and so on of whole sequences -> [batch, query, heads, value]."""
-    options, arrays, key = options_of(found, given)
+    """[batch, query, heads, size] and so on of whole sequences -> [batch, query, heads, value].
+
+    Positions that do not divide over the ranks, as where a loss calls the model on all tokens but the last, are padded.
+    """
+    ranks = mesh_around().shape[axis]
+    q, k, v = (_padded(x, ranks) for x in (q, k, v))
+    options, arrays, key = options_of(found, given, padded=k.shape[1] > found.sizes["key"])
     split, whole = PartitionSpec(None, axis), PartitionSpec()
 
     def across(q: jax.Array, k: jax.Array, v: jax.Array, arrays: tuple, key: Any) -> jax.Array:
@@ -244,10 +251,17 @@ def _attend(
             q, k, v, axis=axis, method=method, order="contiguous", arrays=arrays, **masks, **options
         )
 
-    return jax.shard_map(
+    attend = jax.shard_map(
         across,
         in_specs=(split, split, split, whole, whole),
         out_specs=split,
         axis_names={axis},
         check_vma=check_vma,
-    )(q, k, v, arrays, key)
+    )
+    return attend(q, k, v, arrays, key)[:, : found.sizes["query"]]
+
+
+def _padded(x: jax.Array, ranks: int) -> jax.Array:
+    """x [b, s, ...] with zeros behind, until its positions divide over the ranks."""
+    missing = -x.shape[1] % ranks
+    return jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)]) if missing else x

@@ -435,8 +435,8 @@ class Plan:
       axes: the same for axes of your own, by name, or by the tuple of names of axes that one strategy owns together; the
         mesh, which you make, says where they stand. `data`, `fsdp`, `context` and `pipe` may be given here too.
       pipe: the pipeline along the `pipe` axis; None: the model is not cut.
-      partition: rules by which the partitioner splits any model's parameters over `tensor`; None: only the model's own layers
-        split over it.
+      partition: rules by which the partitioner splits any model's parameters over `tensor`, also as a mapping of regular
+        expressions of names to `PartitionSpec`s; None: only the model's own layers split over it.
       precision: dtypes of parameters, computation, reduction and outputs, and of products' operands; the name of a common
         policy is accepted.
       accumulate: microbatches per update and rank; under a pipeline that many times its microbatches, in one pass.
@@ -486,8 +486,9 @@ class Plan:
 
     def __post_init__(self):
         object.__setattr__(self, "precision", Precision.of(self.precision))
-        problems = []
-        offloads = [each.value for each in CPUOffload]
+        if isinstance(self.partition, Mapping):
+            object.__setattr__(self, "partition", Partition.of(self.partition))
+        problems, offloads = [], [each.value for each in CPUOffload]
         if not is_choice(CPUOffload, self.offload):
             problems.append(f"offload={self.offload!r} must be an ax.CPUOffload or one of {offloads}")
         else:
@@ -495,8 +496,7 @@ class Plan:
         remat, wrong = checked_remat(self.remat)
         object.__setattr__(self, "remat", remat)
         problems += [*wrong, *checked_memory(self.memory, self.remat)]
-        whole = isinstance(self.accumulate, Integral) and not isinstance(self.accumulate, bool)
-        if not whole or not 1 <= self.accumulate < 2**31:
+        if not _is_whole(self.accumulate) or not 1 <= self.accumulate < 2**31:
             problems.append(f"accumulate={self.accumulate!r} must be a positive whole number below 2**31")
         pairs = {"batch_stats": ("global", "local"), "draws": ("shards", "rows"), "update": ("shards", "whole")}
         for name, (one, other) in pairs.items():
@@ -744,8 +744,12 @@ _USUAL = ("data", "fsdp", "context")
 _DEFAULTS = {"data": Replicate(), "fsdp": Shard(), "context": Context(), "pipe": None}
 _OF_KIND = {
     "mesh": (MeshShape, "an ax.MeshShape of degrees (give a Mesh beside the plan)"),
-    "partition": (Partition, "made by Partition.of(rules)"),
+    "partition": (Partition, "a mapping of regular expressions of parameter names to PartitionSpecs"),
 }
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_pipelined(value: Any) -> bool:

@@ -410,7 +410,8 @@ def _check_positions(layout: BatchLayout, shapes: Mapping[str, tuple[int, ...]])
     if torn := [axis for axis in left if axis not in there]:
         raise ValueError(
             f"no leaf's positions divide over {torn} ({layout.size(torn)} ranks): {dict(shapes)}. Pad the sequences to a "
-            "multiple with positions of weight 0, or use another mesh"
+            "multiple with positions of weight 0, or use another mesh; where the loss compares all tokens but the last with "
+            "all but the first, give both as leaves of the batch, cut before"
         )
     missing = [axis for axis in along if axis not in there]
     if missing:

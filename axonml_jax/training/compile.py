@@ -540,8 +540,8 @@ def refuse_written(
     raise ValueError(
         f"the model or the loss writes into parameters, and a step would drop what it writes: {', '.join(really)}. Parameters "
         "are changed by the optimizer alone. What follows other parameters, such as a target network, is state: "
-        "ax.as_state(model.target) before the model is wrapped. Weights that are normalized or limited: compute with the new "
-        "array without writing it back, or limit them in the optimizer"
+        "ax.as_state(model.target) before the model is wrapped. Weights that are normalized (nnx.WeightNorm, nnx.SpectralNorm) "
+        "or limited: compute with the new array without writing it back, or limit them in the optimizer"
     )
 
 
