@@ -238,8 +238,8 @@ def test_no_file_is_named_after_nothing():
 
 
 CEILINGS = {
-    "files with more than five lines of code": 189,
-    "lines of code": 55_700,
+    "files with more than five lines of code": 190,
+    "lines of code": 56_250,
     "arrows between files": 1_316,
     "methods of the widest class": 29,
     "modules that `ax.DDP` imports": 45,
