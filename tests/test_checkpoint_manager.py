@@ -375,3 +375,23 @@ def test_what_somebody_has_put_where_a_checkpoint_is_made_is_named_and_what_it_l
     with ax.CheckpointManager(tmp_path, every=1, keep=1, asynchronous=False) as manager:
         manager.save(2, Weights(2))
     assert names(tmp_path) == ["step_00000002", "theirs"] and (tmp_path / "theirs" / "data").read_text() == "mine"
+
+
+def test_a_run_that_goes_back_keeps_what_it_saves_then_and_puts_what_it_left_aside(tmp_path, caplog):
+    """The new branch was deleted, as its steps were lower, and the next restore gave the one that was left."""
+    with ax.CheckpointManager(tmp_path, keep=3, best="loss") as manager:
+        for step in (10, 20, 30, 40):
+            manager.save(step, Weights(step), metrics={"loss": step})
+    for _ in range(2):  # the second time over what was put aside before
+        with ax.CheckpointManager(tmp_path, keep=3) as manager:
+            manager.restore(module := Weights(), step=20)
+            for step in (25, 28, 30):
+                manager.save(step, Weights(-step))
+        with ax.CheckpointManager(tmp_path) as manager:
+            assert manager.steps == [25, 28, 30] and manager.restore(module).step == 30 and value(module) == -30
+            manager.claim()
+        assert value(ax.restore(tmp_path / "step_00000040.abandoned", Weights())) == 40
+        shutil.copytree(tmp_path / "step_00000028", tmp_path / "step_00000020")
+    aside = [name for name in names(tmp_path) if name not in ("step_00000020", "step_00000025", "step_00000028", "step_00000030")]
+    assert aside == [f"step_000000{step}.abandoned" for step in (28, 30, 40)]
+    assert "step 25 is saved, and there are checkpoints of later steps, [30, 40], which the run" in caplog.text

@@ -11,6 +11,7 @@ from test_checkpoint_manager import Weights, names, value
 from test_train_resume import QUICKSTART, SMALL
 
 import axonml_jax as ax
+from axonml_jax.checkpoint.places import COMMIT
 from axonml_jax.__main__ import main
 from axonml_jax.checkpoint import object_store
 from axonml_jax.checkpoint.object_store import ObjectStore
@@ -48,7 +49,7 @@ def go_on(folder, step=None):
 
 
 def committed(server):
-    return [int(path[-15:-7]) for path in sorted(server.objects) if "/step_" in path and path.endswith(".commit")]
+    return [int(path[-15:-7]) for path in sorted(server.objects) if COMMIT.fullmatch(path.split("/")[-1])]
 
 
 def test_copies_are_committed_last_and_stay_by_the_same_rules(tmp_path, s3):
@@ -281,3 +282,13 @@ def test_a_run_whose_folder_is_gone_goes_on_from_the_copies(tmp_path, s3, capsys
     assert "resumed after step 6" in capsys.readouterr().out
     assert committed(s3) == [3, 6, 9]
     assert [record.step for record in read_records(tmp_path / "two" / "mine" / "metrics.jsonl")] == [8, 9]
+
+
+def test_a_run_that_goes_back_leaves_copies_behind_too(tmp_path, s3, monkeypatch):
+    save(tmp_path, 10, 20, 30, 40)
+    save(tmp_path, 25)
+    assert committed(s3) == [20, 25] and go_on(tmp_path) == 25 and go_on(tmp_path / "elsewhere") == 25
+    monkeypatch.setattr("axonml_jax.checkpoint.places.Copies.abandon_above", lambda self, step: None)
+    save(tmp_path, 40)
+    save(tmp_path, 28)  # a process that is killed before it has told the store
+    assert committed(s3) == [25, 28, 40] and go_on(tmp_path) == 28

@@ -182,6 +182,9 @@ REPLACED = ".replaced"
 DAMAGED = ".damaged"
 """What the name of a checkpoint that was passed over ends with; it is kept for inspection."""
 
+ABANDONED = ".abandoned"
+"""What the name of a checkpoint ends with that a run has left behind: it went back, and saved at a lower step."""
+
 _NAME = re.compile(r"step_(\d{8,})")
 
 

@@ -40,7 +40,7 @@ from axonml_jax.checkpoint.format import (
 from axonml_jax.checkpoint.ownership import Ownership
 from axonml_jax.checkpoint.places import is_url, place_of, read_from, write_to
 from axonml_jax.checkpoint.retention import Retention, best_of, require_count, seconds_of
-from axonml_jax.checkpoint.saving import Failures, Saving, put_aside, take_over, tidy
+from axonml_jax.checkpoint.saving import Failures, Saving, abandon_above, put_aside, take_over, tidy
 from axonml_jax.compat.order import no_mesh_around
 from axonml_jax.compat.versions import PACKAGES, installed
 from axonml_jax.sharding.layout import Checkpointable, Leaf
@@ -439,6 +439,8 @@ class CheckpointManager:
     ) -> bool:
         """Save, if it is time where the manager was given `every`.
 
+        Checkpoints of later steps, which the run has gone back behind, are put aside as `....abandoned`, with a warning.
+
         Args:
           step: updates made.
           state: see `ax.save`.
@@ -603,6 +605,7 @@ class CheckpointManager:
         self.claim()
         if self._failures.in_a_row:  # what could not be removed then
             self._team.decide(f"tidy {self.folder}", partial(tidy, self.folder))
+        self._team.decide(f"save step {step}", partial(abandon_above, self.folder, step))
         self._saving = Saving(
             *(path_of(self.folder, step), leaves, manifest, self._team, self._saver),
             replace=True,

@@ -18,6 +18,7 @@ from uuid import uuid4
 
 from axonml_jax.base import logger
 from axonml_jax.checkpoint.format import (
+    ABANDONED,
     NAME,
     SAVED_AT,
     SAVING,
@@ -37,7 +38,7 @@ from axonml_jax.checkpoint.format import (
 from axonml_jax.checkpoint.object_store import ObjectStore, lie_apart, may_pass
 from axonml_jax.checkpoint.ownership import OWNER, FolderInUse, Ownership, in_use
 from axonml_jax.checkpoint.retention import Retention, best_of
-from axonml_jax.checkpoint.saving import candidates, put_in_place, record_of, remove
+from axonml_jax.checkpoint.saving import WENT_BACK, candidates, put_in_place, record_of, remove
 
 # --------------------------------------------------------------------------------------------------
 # Checkpoints without a copy, as a process was killed while it made one or the store was away: which of them are copied.
@@ -216,8 +217,9 @@ class Copies:
         if self._claimed:
             return
         self.store.put(CLAIM, json.dumps({"token": self._token, "pid": os.getpid()}).encode())
-        named = {prefix for step in self.steps if (prefix := self._prefix_of(commit_of(step)))}
-        for key in self.store.keys("step_"):
+        keys = self.store.keys("step_")
+        named = {prefix for key in keys if key.endswith(commit_of("")) and (prefix := self._prefix_of(key))}
+        for key in keys:
             if PREFIX.match(key) and not key.startswith(tuple(named)):
                 self.store.remove(key)
         self._claimed = True
@@ -249,6 +251,20 @@ class Copies:
                     if self._prefix_of(commit_of(each.rpartition(".")[0])) != each:
                         self._remove_files(each)
                     self._begun.remove(each)
+
+    def abandon_above(self, step: int) -> None:
+        """What `saving.abandon_above` does in a folder: other objects commit the copies of later steps from now on."""
+        higher = [each for each in self.steps if each > step]
+        if not higher or not self._owns():
+            return
+        logger.warning(WENT_BACK, self.store, step, higher, ABANDONED)
+        for each in higher:
+            commit, aside = commit_of(each), commit_of(name_of(each) + ABANDONED)
+            replaced = self._prefix_of(aside)
+            self.store.put(aside, self.store.get(commit) or b"")
+            self.store.remove(commit)
+            if replaced != self._prefix_of(aside):  # the same where it was cut off before
+                self._remove_files(replaced)
 
     def prune(self, spared: list[int]) -> None:
         """Delete the copies that no rule keeps: of each first what commits it, then its files."""
@@ -529,6 +545,8 @@ class Mirror:
                 if not self.copies.lost and not (job.late and not is_whole(job.folder)):
                     self.copies.claim()
                     run = run_in(self._folder) or take_id(self._folder, uuid.uuid4().hex)
+                    if not job.late:
+                        self.copies.abandon_above(job.step)
                     self.copies.put(job.folder, name_of(job.step), run, str(self._folder))
                     self.copies.prune(self.copying)
             except Exception as error:
@@ -635,6 +653,8 @@ class AtUrl:
           OSError: when it is not at the URL. It stays in the folder, and goes with the next one.
         """
         try:
+            self.copies.claim()
+            self.copies.abandon_above(step)
             self._send(step)
         except OSError as error:
             for old in self._rules.deletes_of(partial(manifests_in, self.folder), [step]):
@@ -865,7 +885,8 @@ def _missing(mirror: Mirror, folder: Path, step: int | str | None) -> tuple[list
     here, there = checkpoints_in(folder), mirror.copies.steps
     if isinstance(step, int):
         return [step] if step in there and step not in here else [], step not in here
-    return [each for each in reversed(there) if each > max(here, default=-1)], not here
+    left = lambda each: path_of(folder, each).with_suffix(ABANDONED).exists()  # a process was killed before its copy was
+    return [each for each in reversed(there) if each > max(here, default=-1) and not left(each)], not here
 
 
 # --------------------------------------------------------------------------------------------------

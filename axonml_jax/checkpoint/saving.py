@@ -14,6 +14,7 @@ from typing import Any
 from axonml_jax.base import logger
 from axonml_jax.checkpoint import format as arrays
 from axonml_jax.checkpoint.format import (
+    ABANDONED,
     ARRAYS,
     DAMAGED,
     REPLACED,
@@ -490,15 +491,32 @@ def take_over(parent: Path, damaged: list[Path]) -> Ownership:
     return owner
 
 
-def put_aside(folders: list[Path]) -> None:
-    """Keep damaged checkpoints under other names, for inspection; the list is empty then."""
+def put_aside(folders: list[Path], ending: str = DAMAGED) -> None:
+    """Keep checkpoints that count no more under other names, for inspection; the list is empty then."""
     while folders:
-        aside = folders[0].with_name(folders[0].name.removesuffix(REPLACED) + DAMAGED)
+        aside = folders[0].with_name(folders[0].name.removesuffix(REPLACED) + ending)
         if aside.exists():
             remove(aside)
         if folders[0].exists():
             folders[0].rename(aside)
         del folders[0]
+
+
+def abandon_above(parent: Path, step: int) -> None:
+    """Put aside the checkpoints that a run has left behind which went back, before it saves at a lower step.
+
+    So the highest step of a folder is the one that was written last, whatever clocks say.
+    """
+    higher = {each: path for each, path in checkpoints_in(parent).items() if each > step}
+    if higher:
+        logger.warning(WENT_BACK, parent, step, list(higher), ABANDONED)
+        put_aside(list(higher.values()), ABANDONED)
+
+
+WENT_BACK = (
+    "%s: step %d is saved, and there are checkpoints of later steps, %s, which the run has gone back behind: they count no more, "
+    "and are kept with %s after their names"
+)
 
 
 def _make_empty(folder: Path) -> None:
