@@ -359,12 +359,15 @@ def test_where_no_link_can_be_made_nothing_is_written_and_nothing_called_damaged
     assert names(tmp_path) == ["[a]"] and names(path.parent) == ["step_00000001"]
 
 
-@pytest.mark.parametrize("kind", ["link", "file"])
+@pytest.mark.parametrize("kind", ["link", "file", "folder"])
 def test_what_somebody_has_put_where_a_checkpoint_is_made_is_named_and_what_it_leads_to_stays(tmp_path, kind):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "data").write_text("mine")
     place = tmp_path / "run.saving"
-    place.symlink_to(tmp_path / "theirs") if kind == "link" else place.write_text("mine")
+    if kind == "folder":
+        shutil.copytree(tmp_path / "theirs", place)
+    else:
+        place.symlink_to(tmp_path / "theirs") if kind == "link" else place.write_text("mine")
     with pytest.raises(OSError, match=rf"run\.saving, where it is made, is a {kind} of somebody's: remove that, or"):
         ax.save(tmp_path / "run", Weights())
     assert os.path.lexists(place)
@@ -374,7 +377,8 @@ def test_what_somebody_has_put_where_a_checkpoint_is_made_is_named_and_what_it_l
         ax.save(tmp_path / "step_00000002", Weights())
     with ax.CheckpointManager(tmp_path, every=1, keep=1, asynchronous=False) as manager:
         manager.save(2, Weights(2))
-    assert names(tmp_path) == ["step_00000002", "theirs"] and (tmp_path / "theirs" / "data").read_text() == "mine"
+    assert names(tmp_path) == ["run.saving", "step_00000002", "theirs"]
+    assert (tmp_path / "theirs" / "data").read_text() == "mine"
 
 
 def test_a_run_that_goes_back_keeps_what_it_saves_then_and_puts_what_it_left_aside(tmp_path, caplog):
@@ -395,3 +399,37 @@ def test_a_run_that_goes_back_keeps_what_it_saves_then_and_puts_what_it_left_asi
     aside = [name for name in names(tmp_path) if name not in ("step_00000020", "step_00000025", "step_00000028", "step_00000030")]
     assert aside == [f"step_000000{step}.abandoned" for step in (28, 30, 40)]
     assert "step 25 is saved, and there are checkpoints of later steps, [30, 40], which the run" in caplog.text
+
+
+def saved_by_a_manager(folder):
+    with ax.CheckpointManager(folder, asynchronous=False) as manager:
+        manager.save(1, Weights(1))
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+@pytest.mark.parametrize("name", ["results", "results.replaced", "step_00000001"])
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path, name, kind):
+    """`ax.save("results", ..., replace=True)` deleted the user's folder, or file, of this name."""
+    path = tmp_path / name
+    data = path if kind == "file" else path / "data"
+    data.parent.mkdir(exist_ok=True)
+    data.write_text("mine")
+    by_itself = lambda: ax.save(tmp_path / "results", Weights(1), replace=True)
+    with pytest.raises(FileExistsError, match=rf"{name} is no checkpoint \(it has no checkpoint\.json\), and is not replaced"):
+        saved_by_a_manager(tmp_path) if name == "step_00000001" else by_itself()
+    assert data.read_text() == "mine" and names(tmp_path) == [name]
+    (tmp_path / "empty").mkdir()
+    for number in (1, 2):  # an empty folder, then a checkpoint
+        path = ax.save(tmp_path / "empty", Weights(number), replace=True)
+        assert value(ax.restore(path, Weights())) == number
+
+
+def test_a_manager_leaves_folders_of_others_that_end_like_its_own(tmp_path):
+    """`notes.saving` was deleted, and `v1.replaced` renamed."""
+    for name in ("notes.saving", "v1.replaced", "v2.replaced"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "notes.saving" / "data").write_text("mine")
+    (tmp_path / "v2.replaced" / "data").write_text("mine")
+    saved_by_a_manager(tmp_path)
+    assert names(tmp_path) == ["notes.saving", "step_00000001", "v1.replaced", "v2.replaced"]
+    assert (tmp_path / "notes.saving" / "data").exists() and (tmp_path / "v2.replaced" / "data").exists()

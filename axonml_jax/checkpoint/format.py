@@ -187,6 +187,17 @@ ABANDONED = ".abandoned"
 
 _NAME = re.compile(r"step_(\d{8,})")
 
+_OWN = re.compile(rf"step_\d{{8,}}({re.escape(DAMAGED)}|{re.escape(ABANDONED)})?")
+
+
+def is_own_name(name: str) -> bool:
+    """Whether a name without `SAVING` or `REPLACED` is one that a manager gives to a checkpoint.
+
+    >>> [is_own_name(name) for name in ("step_00000040", "step_00000040.damaged", "notes")]
+    [True, True, False]
+    """
+    return _OWN.fullmatch(name) is not None
+
 
 def name_of(step: int) -> str:
     """The name of a step's checkpoint."""

@@ -118,14 +118,14 @@ def save(
       data: a data loader, whose position is kept.
       metrics: of the run at this point.
       about: plain values for whoever reads `checkpoint.json`.
-      replace: take the place of a checkpoint that is there already.
+      replace: take the place of a checkpoint that is there already, or of an empty folder; anything else is refused.
       verify: read the files again from the disk, past the system's cache, before the checkpoint counts.
 
     Returns:
       The folder, or the URL.
 
     Raises:
-      FileExistsError: when there is one already.
+      FileExistsError: when there is one already, or what would be replaced is no checkpoint.
       FolderInUse: naming the process that saves to this path right now.
       OSError: when it cannot be written; nothing is left then.
       TypeError: naming every value in `metrics`, `about` or the data position that is not plain.

@@ -17,6 +17,7 @@ from axonml_jax.checkpoint.format import (
     ABANDONED,
     ARRAYS,
     DAMAGED,
+    NAME,
     REPLACED,
     SAVING,
     DamagedCheckpoint,
@@ -26,6 +27,7 @@ from axonml_jax.checkpoint.format import (
     checksums,
     damage,
     describe,
+    is_own_name,
     lost_in_save,
     manifests_in,
     rebuilt,
@@ -230,7 +232,7 @@ def _forget(path: Path) -> None:
 
 _numbers = itertools.count()
 _AS_LONG_AS_IT_TAKES = 86_400.0  # every request of an object store has its own limit, and a dead process ends the wait
-_ROOM = 1 << 16  # bytes that must be free: less than the smallest checkpoint takes
+_ROOM_FILE, _ROOM = "room", 1 << 16  # bytes that must be free: less than the smallest checkpoint takes
 
 
 class Saving:
@@ -249,7 +251,7 @@ class Saving:
       committed: runs in the main process after that.
 
     Raises:
-      FileExistsError: when there is one already and it may not be replaced.
+      FileExistsError: when there is one already and it may not be replaced, or what is there is no checkpoint.
       FolderInUse: when another process writes it.
       OSError: in every process, when the folder cannot be made.
     """
@@ -333,6 +335,11 @@ class Saving:
                 raise FileExistsError(
                     f"{self.folder} exists already: choose another name, or replace it with replace=True"
                 )
+            for path in (self.folder, self.folder.with_name(self.folder.name + REPLACED)):
+                if not _may_be_replaced(path):
+                    raise FileExistsError(
+                        f"{path} is no checkpoint (it has no {NAME}), and is not replaced: choose another name, or remove it"
+                    )
             _make_empty(self._unfinished)
         except BaseException:
             self._let_go()
@@ -445,20 +452,40 @@ def tidy(parent: Path) -> None:
 
     Only the folder's owner may; what another process is saving there by itself (`ax.save`) stays.
     """
-    for path in parent.glob("*" + REPLACED):
+    for path in _left_in(parent, REPLACED):
         whole = path.with_name(path.name.removesuffix(REPLACED))
-        if in_use(record_of(whole)):
-            continue
         if whole.exists():
             remove(path)
         else:
             path.rename(whole)
-    for path in parent.glob("*" + SAVING):
-        if not in_use(record_of(path.with_name(path.name.removesuffix(SAVING)))):
-            remove(path)
+    for path in _left_in(parent, SAVING):
+        remove(path)
     for record in parent.glob("*." + OWNER):
         if not in_use(record):
             record.unlink()
+
+
+def _left_in(parent: Path, ending: str) -> list[Path]:
+    """What was left under names of this ending by a manager, or by an `ax.save` whose record is there, that has ended."""
+    found = []
+    for path in parent.glob("*" + ending):
+        whole = path.with_name(path.name.removesuffix(ending))
+        own = is_own_name(whole.name) or (record_of(whole).exists() and _is_leftover(path))
+        found += [path] * (own and not in_use(record_of(whole)))
+    return found
+
+
+def _may_be_replaced(path: Path) -> bool:
+    """Whether nothing of somebody's is lost: there is a checkpoint, a link, of which that alone goes, or nothing."""
+    if path.is_symlink() or not path.exists():
+        return True
+    return path.is_dir() and ((path / NAME).is_file() or not any(path.iterdir()))
+
+
+def _is_leftover(folder: Path) -> bool:
+    """Whether a folder has nothing in it but what a save makes there."""
+    own = lambda name: name in (NAME, _ROOM_FILE) or name.startswith(ARRAYS)
+    return _may_be_replaced(folder) or (folder.is_dir() and all(own(path.name) for path in folder.iterdir()))
 
 
 def remove(folder: Path) -> None:
@@ -521,17 +548,18 @@ WENT_BACK = (
 
 def _make_empty(folder: Path) -> None:
     """Make a folder and write a little into it: on a disk that is full already no process begins."""
-    if folder.is_symlink() or folder.is_file():
-        kind = "link" if folder.is_symlink() else "file"
+    own = is_own_name(folder.name.removesuffix(SAVING)) or _is_leftover(folder)
+    if folder.is_symlink() or folder.is_file() or not own:
+        kind = "link" if folder.is_symlink() else "file" if folder.is_file() else "folder"
         raise OSError(f"{folder}, where it is made, is a {kind} of somebody's: remove that, or choose another name")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        with (folder / "room").open("wb") as file:
+        with (folder / _ROOM_FILE).open("wb") as file:
             file.write(bytes(_ROOM))
             file.flush()
             os.fsync(file.fileno())
-        (folder / "room").unlink()
+        (folder / _ROOM_FILE).unlink()
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
