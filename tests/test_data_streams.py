@@ -1,6 +1,8 @@
 """Iterable sources: what they may be, epochs, shuffling, their own state, errors by name, Ctrl-C."""
 
+import itertools
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -70,6 +72,84 @@ def test_a_source_that_knows_its_place_is_not_read_before_it():
     second = loader_of(source, prefetch=0)
     second.load_state_dict(first.state_dict())
     assert next(iter(second)).tolist() == [20, 21, 22, 23] and min(source.read) == 20
+
+
+class Keeping(Stateful):
+    """Begins at the place that was set whenever it is iterated over in the epoch of that place, as Hugging Face's do."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.place, self.epoch = {}, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        for number in range(self.place["at"] if self.place.get("epoch") == self.epoch else 0, self.size):
+            self.at = number + 1
+            yield self.epoch * 100 + number
+
+    def state_dict(self):
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.place = state
+
+
+class Counting(Stateful):
+    """Counts its epochs itself."""
+
+    epoch = 0
+
+    def __iter__(self):
+        yield from (100 * self.epoch + number for number in super().__iter__())
+        self.epoch += 1
+
+    def state_dict(self):
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.at, self.epoch = state["at"], state["epoch"]
+
+
+def hugging_face(size):
+    return pytest.importorskip("datasets").Dataset.from_dict({"x": range(size)}).to_iterable_dataset()
+
+
+def numbers_of(loader, count=None):
+    return [np.asarray(b["x"] if isinstance(b, dict) else b).tolist() for b in itertools.islice(loader, count)]
+
+
+@pytest.mark.parametrize("make", [Keeping, Stateful, hugging_face])
+def test_a_source_that_keeps_its_place_in_itself_is_set_back_to_its_start(make):
+    """After a resume the last batch was filled up from the place that was set, and a second loader began there."""
+    options = {"num_epochs": 2, "drop_last": False}
+    whole = numbers_of(loader_of(make(10), **options))
+    for cut in range(1, 6):
+        first = loader_of(make(10), prefetch=0, **options)
+        head = numbers_of(first, cut)
+        second = loader_of(make(10), **options)
+        second.load_state_dict(first.state_dict())
+        assert head + numbers_of(second) == whole, cut
+    loader = loader_of(source := make(12), prefetch=0)
+    start, begins = loader.state_dict(), numbers_of(loader, 1)
+    middle = loader.state_dict()
+    assert numbers_of(loader, 1) == [[4, 5, 6, 7]]
+    for position, expected in ((middle, [[4, 5, 6, 7]]), (start, begins)) * 2:
+        loader.load_state_dict(position)
+        assert numbers_of(loader, 1) == expected
+    assert numbers_of(loader_of(source), 1) == begins
+    assert numbers_of(loader_of(pickle.loads(pickle.dumps(source))), 1) == begins  # what a worker process gets
+
+
+def test_a_source_that_counts_its_epochs_itself_goes_on_counting_after_a_resume():
+    whole = numbers_of(loader_of(Counting(8), num_epochs=3))
+    assert whole[2:] == [[100, 101, 102, 103], [104, 105, 106, 107], [200, 201, 202, 203], [204, 205, 206, 207]]
+    first = loader_of(Counting(8), num_epochs=3, prefetch=0)
+    head = numbers_of(first, 3)
+    second = loader_of(Counting(8), num_epochs=3)
+    second.load_state_dict(first.state_dict())
+    assert head + numbers_of(second) == whole
 
 
 class Epochs(Counted):

@@ -5,6 +5,7 @@ import functools
 import multiprocessing
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, count, islice, pairwise
@@ -171,7 +172,8 @@ class Stream:
       source: something to iterate over again and again (`__iter__`), a function that returns such a thing or an iterator, or an
         iterator, which gives its samples once. Used when they are there too: `set_epoch(epoch)`, called before an epoch begins,
         and `state_dict()` with `load_state_dict(state)` (or `get_state` with `set_state`) of its iterator or of itself,
-        by which a place is found again without reading what comes before it.
+        by which a place is found again without reading what comes before it. A source that keeps its state in itself is set back
+        to the one that it had at first, where it was left on its way, or where it is told epochs and a place was set.
       window: how many samples are permuted among each other; 1: they keep their order.
       seed: draws the permutations.
     """
@@ -205,8 +207,8 @@ class StreamWalk:
         self._drawn, self._inside, self._own = place["drawn"], place["inside"], place["own"]
         self._ended = place["ended"]
         self._source = stream.open()
-        if hasattr(self._source, "set_epoch"):
-            self._source.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
+        self._kept = _kept_of(self._source)
+        self._tell_epoch()
         self._iterator = iter(()) if self._ended else self._found()
         self._window = self._read() if self._inside else []
         if len(self._window) < self._inside:
@@ -240,6 +242,7 @@ class StreamWalk:
 
     def _read(self) -> list[Any]:
         samples = list(islice(self._iterator, self._stream.window))
+        self._kept.ended |= len(samples) < self._stream.window and not self._ended
         if self._stream.window == 1:
             return samples
         return [samples[i] for i in _window_order(len(samples), self._stream.seed, self._epoch, self._drawn)]
@@ -247,10 +250,20 @@ class StreamWalk:
     def _found(self) -> Iterator[Any]:
         """An iterator at the place: by the source's own state, or past what was drawn before."""
         iterator = iter(self._source)
-        for holder in (iterator, self._source):
-            if self._own is not None and (load := _door(holder, 1)) is not None:
-                load(copy.deepcopy(self._own))
-                return iterator if holder is iterator else iter(self._source)
+        if self._own is not None and (load := _door(iterator, 1)) is not None:
+            load(copy.deepcopy(self._own))
+            return iterator
+        load = _door(self._source, 1) if _door(iterator, 1) is None else None
+        own = self._kept.to_load(hasattr(self._source, "set_epoch")) if self._own is None else self._own
+        if load is not None and own is not None:
+            load(copy.deepcopy(own))
+            if self._own is None:
+                self._tell_epoch()
+            self._kept.loaded |= self._own is not None
+            iterator = iter(self._source)
+        self._kept.ended = False
+        if load is not None and self._own is not None:
+            return iterator
         skipped = sum(1 for _ in islice(iterator, self._drawn))
         if skipped < self._drawn:
             raise ValueError(
@@ -258,9 +271,45 @@ class StreamWalk:
             )
         return iterator
 
+    def _tell_epoch(self) -> None:
+        if hasattr(self._source, "set_epoch"):
+            self._source.set_epoch(self._epoch)  # pyright: ignore[reportAttributeAccessIssue]
+
     def _own_state(self) -> Any:
         door = _door(self._iterator, 0) or _door(self._source, 0)
         return None if door is None else copy.deepcopy(door())
+
+
+@dataclass
+class _Kept:
+    """Of a source that keeps its place in itself.
+
+    Attributes:
+      start: its state before it was walked; None: it has none.
+      loaded: whether a place was set: some begin there again whenever they are iterated over (Hugging Face's, in one epoch).
+      ended: whether it was read to its end, from where it begins again by itself.
+    """
+
+    start: Any = None
+    loaded: bool = False
+    ended: bool = True
+
+    def to_load(self, told: bool) -> Any:
+        """The state to set for an epoch's start; None: none. Who is not `told` epochs may count them, and is left alone."""
+        return self.start if (self.loaded and told) or not self.ended else None
+
+
+_KEPT = "_axonml_jax_start"
+
+
+def _kept_of(source: Any) -> _Kept:
+    """What is kept with a source, so that all its loaders know it, and worker processes."""
+    if _door(source, 0) is None or not hasattr(source, "__dict__"):
+        return _Kept()
+    if _KEPT not in vars(source):
+        with suppress(Exception):  # some have no state before they are iterated over
+            vars(source)[_KEPT] = _Kept(copy.deepcopy(_door(source, 0)()))  # pyright: ignore[reportOptionalCall]
+    return vars(source).get(_KEPT) or _Kept()
 
 
 def _door(what: Any, which: int) -> Callable | None:
