@@ -322,3 +322,12 @@ def test_of_two_that_save_one_checkpoint_the_second_is_refused(tmp_path, monkeyp
         with pytest.raises(FileExistsError):
             ax.save(tmp_path / "best", Weights(2))
     assert names(tmp_path) == ["best"]
+
+
+def test_a_record_that_is_never_there_is_an_error_at_last(tmp_path, monkeypatch):
+    """`ax.save("/proc/foo", ...)` tried for ever."""
+    with pytest.raises(OSError, match=r"saving /proc/foo failed: .*No such file or directory: '/proc/foo\.owner\.json'"):
+        ax.save("/proc/foo", Weights())
+    monkeypatch.setattr(ownership, "_is_at", lambda record, handle: False)
+    with pytest.raises(OSError, match="owner.json is replaced again and again"):
+        ax.save(tmp_path / "run", Weights())

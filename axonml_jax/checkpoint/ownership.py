@@ -145,6 +145,7 @@ QUIET = 60.0
 _POLL = 0.5
 _PATIENCE = 30.0  # a record is locked for as long as it takes to read and to write a few hundred bytes
 _SETTLE = 1.0
+_TRIES = 1000  # /proc has folders in which no file is ever found
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _held: set[str] = set()
 
@@ -269,14 +270,18 @@ def _refused(what: Path, owner: Owner) -> FolderInUse:
 
 @contextmanager
 def _locked(record: Path, make: bool = False) -> Iterator[tuple[int, bool]]:
-    """The open record, and whether the file system keeps others out meanwhile."""
-    while True:
+    """The open record, and whether the file system keeps others out meanwhile.
+
+    Raises:
+      OSError: when it cannot be opened, or is always another one by the time it is open.
+    """
+    for attempt in range(_TRIES):
         if make:
             record.parent.mkdir(parents=True, exist_ok=True)
         try:
             handle = os.open(record, os.O_RDWR | os.O_NOFOLLOW | os.O_CREAT * make, 0o666)
         except FileNotFoundError:
-            if make:
+            if make and attempt < _TRIES - 1:
                 continue  # an owner has just left, and taken the folder that it had made
             raise
         try:
@@ -286,6 +291,7 @@ def _locked(record: Path, make: bool = False) -> Iterator[tuple[int, bool]]:
                 return
         finally:
             os.close(handle)  # and with it the lock
+    raise OSError(f"{record} is replaced again and again by other processes")
 
 
 def _lock(handle: int, record: Path) -> bool:
