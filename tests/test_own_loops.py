@@ -1,5 +1,7 @@
 """Loops that people have: theirs with our arrays, ours inside of their jit, and one sentence for what does not go together."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -324,3 +326,32 @@ def test_a_checkpoint_takes_the_scripts_own_iterator(tmp_path, kind):
             TypeError, match=r"data= is a list, which has neither state_dict\(\) nor get_state\(\): give its iterator"
         ):
             checkpoints.save(4, trainer, data=[1, 2])
+
+
+class Squares:
+    """A source for Grain, which knows it again by its name."""
+
+    def __repr__(self):
+        return "squares"
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return {"x": np.float32([index])}
+
+
+def test_a_loader_over_a_loader_of_grain_is_checkpointed(tmp_path):
+    """Its position is bytes, within that of the loader, and no checkpoint took it."""
+    grain, model, mesh = pytest.importorskip("grain"), Net(), mesh_of(data=2)
+
+    def make():
+        sampler = grain.samplers.IndexSampler(24, shuffle=True, seed=1, num_epochs=1)
+        source = grain.DataLoader(data_source=Squares(), sampler=sampler)
+        return ax.create_dataloader(source, 4, mesh, shuffle=False, num_epochs=1)
+
+    rows = lambda batches: [batch["x"].ravel().tolist() for batch in batches]
+    whole, first, again = rows(make()), make(), make()
+    head = rows(itertools.islice(first, 2))
+    ax.restore(ax.save(tmp_path / "run", model, data=first), model, data=again)
+    assert head + rows(again) == whole

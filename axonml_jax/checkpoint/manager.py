@@ -72,24 +72,38 @@ def position_of(data: Any) -> Any:
       TypeError: for what has neither, with what to give, and for a position that is not plain.
     """
     if hasattr(data, "state_dict"):
-        return plain("the data position", data.state_dict())
+        return plain("the data position", _as_text(data.state_dict()))
     if not hasattr(data, "get_state"):
         iterates = " its iterator, it = iter(...), which next(it) moves on," if hasattr(data, "__iter__") else ""
         raise TypeError(
             f"data= is a {type(data).__name__}, which has neither state_dict() nor get_state(): give{iterates} a loader of "
             "ax.DataLoader, or an object with these methods"
         )
-    state = data.get_state()
-    return plain("the data position", {_BYTES: state.hex()} if isinstance(state, bytes) else state)
+    return plain("the data position", _as_text(data.get_state()))
+
+
+def _as_text(value: Any) -> Any:
+    """A position whose bytes, at any depth, are text: Grain's loader says where it stands in bytes."""
+    if isinstance(value, bytes):
+        return {_BYTES: value.hex()}
+    if isinstance(value, Mapping):
+        return {name: _as_text(each) for name, each in value.items()}
+    return [_as_text(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _from_text(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        text = value.get(_BYTES)
+        return {name: _from_text(each) for name, each in value.items()} if text is None else bytes.fromhex(text)
+    return [_from_text(each) for each in value] if isinstance(value, list) else value
 
 
 def _go_on(data: Any, position: Any) -> None:
     """Put a loader where it stood; it refuses other data."""
     if hasattr(data, "load_state_dict"):
-        data.load_state_dict(position)
+        data.load_state_dict(_from_text(position))
     elif hasattr(data, "set_state"):
-        kept = position.get(_BYTES) if isinstance(position, dict) else None
-        data.set_state(position if kept is None else bytes.fromhex(kept))
+        data.set_state(_from_text(position))
     else:
         position_of(data)  # says what to give
 
