@@ -396,7 +396,7 @@ def test_a_run_that_goes_back_keeps_what_it_saves_then_and_puts_what_it_left_asi
             manager.claim()
         assert value(ax.restore(tmp_path / "step_00000040.abandoned", Weights())) == 40
         shutil.copytree(tmp_path / "step_00000028", tmp_path / "step_00000020")
-    aside = [name for name in names(tmp_path) if name not in ("step_00000020", "step_00000025", "step_00000028", "step_00000030")]
+    aside = [name for name in names(tmp_path) if "." in name]
     assert aside == [f"step_000000{step}.abandoned" for step in (28, 30, 40)]
     assert "step 25 is saved, and there are checkpoints of later steps, [30, 40], which the run" in caplog.text
 
@@ -415,7 +415,9 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path, name, kind):
     data.parent.mkdir(exist_ok=True)
     data.write_text("mine")
     by_itself = lambda: ax.save(tmp_path / "results", Weights(1), replace=True)
-    with pytest.raises(FileExistsError, match=rf"{name} is no checkpoint \(it has no checkpoint\.json\), and is not replaced"):
+    with pytest.raises(
+        FileExistsError, match=rf"{name} is no checkpoint \(it has no checkpoint\.json\), and is not replaced"
+    ):
         saved_by_a_manager(tmp_path) if name == "step_00000001" else by_itself()
     assert data.read_text() == "mine" and names(tmp_path) == [name]
     (tmp_path / "empty").mkdir()

@@ -326,8 +326,19 @@ def test_of_two_that_save_one_checkpoint_the_second_is_refused(tmp_path, monkeyp
 
 def test_a_record_that_is_never_there_is_an_error_at_last(tmp_path, monkeypatch):
     """`ax.save("/proc/foo", ...)` tried for ever."""
-    with pytest.raises(OSError, match=r"saving /proc/foo failed: .*No such file or directory: '/proc/foo\.owner\.json'"):
+    with pytest.raises(
+        OSError, match=r"saving /proc/foo failed: .*No such file or directory: '/proc/foo\.owner\.json'"
+    ):
         ax.save("/proc/foo", Weights())
     monkeypatch.setattr(ownership, "_is_at", lambda record, handle: False)
-    with pytest.raises(OSError, match="owner.json is replaced again and again"):
+    with pytest.raises(OSError, match=r"owner\.json is replaced again and again"):
         ax.save(tmp_path / "run", Weights())
+
+
+def test_a_place_below_a_file_is_named(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for below in ("file/run", "file/runs/run"):
+        with pytest.raises(
+            OSError, match=rf"saving .*{below} failed: .*a part of this path is a file.*choose another place"
+        ):
+            ax.save(tmp_path / below, Weights())

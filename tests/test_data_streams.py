@@ -303,3 +303,55 @@ def test_sigterm_to_all_processes_leaves_the_workers_to_the_run_and_they_end_wit
         [sys.executable, str(script)], capture_output=True, text=True, env=environment, start_new_session=True, timeout=120
     )  # fmt: skip
     assert run.returncode == 0 and run.stdout == "2 2\n", run.stdout + run.stderr
+
+
+class Frame:
+    """What is asked of a DataFrame."""
+
+    columns, iloc = ["x"], None
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, name):
+        return np.arange(8)
+
+    def keys(self):
+        return self.columns
+
+
+def grains(make):
+    return lambda: make(pytest.importorskip("grain").MapDataset.range(16))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "said"),
+    [
+        (grains(lambda numbers: numbers.repeat()), ValueError, r"has no end: leave \.repeat\(\) of Grain out"),
+        (
+            grains(lambda numbers: numbers.filter(lambda x: x % 2 == 0)),
+            ValueError,
+            r"give dataset\.to_iter_dataset\(\)",
+        ),
+        (lambda: Numbers, TypeError, r"Numbers is a class: give an object of it, Numbers\(\.\.\.\)"),
+        (Frame, TypeError, r"a Frame is read by columns.*: give dict\(frame\), a dict of arrays"),
+        (
+            lambda: (np.ones((8, 3)), np.arange(8)),
+            TypeError,
+            r'a tuple of 2 arrays of 8 rows .*give a dict of arrays, \{"x"',
+        ),
+    ],
+)
+def test_what_is_nearly_a_dataset_is_refused_with_the_remedy(make, kind, said):
+    with pytest.raises(kind, match=said):
+        ids(loader_of(make()))
+
+
+def test_what_is_nearly_one_of_those_is_a_dataset():
+    rows = np.arange(24).reshape(8, 3)
+    for samples in (list(rows), tuple(rows), [rows[:, 0]] * 8):
+        assert ids(loader_of(samples)) == np.array(samples).reshape(2, 4, -1).tolist()
+    assert numbers_of(loader_of(dict(Frame()))) == EXPECTED
+    halves = grains(lambda numbers: numbers.filter(lambda x: x % 2 == 0).to_iter_dataset())()
+    assert ids(loader_of(halves)) == [[0, 2, 4, 6], [8, 10, 12, 14]]
+    assert ids(loader_of(grains(lambda numbers: numbers.repeat(1))(), 16)) == [[*range(16)]]

@@ -11,10 +11,10 @@ from test_checkpoint_manager import Weights, names, value
 from test_train_resume import QUICKSTART, SMALL
 
 import axonml_jax as ax
-from axonml_jax.checkpoint.places import COMMIT
 from axonml_jax.__main__ import main
 from axonml_jax.checkpoint import object_store
 from axonml_jax.checkpoint.object_store import ObjectStore
+from axonml_jax.checkpoint.places import COMMIT
 from axonml_jax.cli.records import read_records
 from axonml_jax.cli.train import train as run
 from axonml_jax.config.config import ConfigError, read_config

@@ -682,7 +682,8 @@ def entries_of(leaves: Mapping[str, Leaf]) -> dict[str, Entry]:
     if wrong := [f"  {name}: {entry.dtype}" for name, entry in entries.items() if not _is_written(entry.dtype)]:
         raise TypeError(
             "\n".join(["a checkpoint cannot keep values of these kinds as arrays:", *wrong])
-            + "\nturn them into arrays of numbers, or leave them out; plain values, such as text, go into about="
+            + "\nturn them into arrays of numbers, or leave them out; plain values, such as text, go into about=. Every value "
+            "of integers of less than a byte fits .astype(uint8), of small floats .astype(float16)"
         )
     if wrong := [f"  {name!r}" for name in entries if not _is_text(name)]:
         raise ValueError("\n".join(["names of arrays are UTF-8, and these are not:", *wrong]) + "\nrename them")

@@ -277,7 +277,7 @@ def _locked(record: Path, make: bool = False) -> Iterator[tuple[int, bool]]:
     """
     for attempt in range(_TRIES):
         if make:
-            record.parent.mkdir(parents=True, exist_ok=True)
+            _make_parent(record.parent)
         try:
             handle = os.open(record, os.O_RDWR | os.O_NOFOLLOW | os.O_CREAT * make, 0o666)
         except FileNotFoundError:
@@ -292,6 +292,14 @@ def _locked(record: Path, make: bool = False) -> Iterator[tuple[int, bool]]:
         finally:
             os.close(handle)  # and with it the lock
     raise OSError(f"{record} is replaced again and again by other processes")
+
+
+def _make_parent(parent: Path) -> None:
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        said = "a part of this path is a file, where a folder should be: choose another place"
+        raise NotADirectoryError(errno.ENOTDIR, said, str(parent)) from error
 
 
 def _lock(handle: int, record: Path) -> bool:

@@ -885,7 +885,9 @@ def _missing(mirror: Mirror, folder: Path, step: int | str | None) -> tuple[list
     here, there = checkpoints_in(folder), mirror.copies.steps
     if isinstance(step, int):
         return [step] if step in there and step not in here else [], step not in here
-    left = lambda each: path_of(folder, each).with_suffix(ABANDONED).exists()  # a process was killed before its copy was
+    left = lambda each: (
+        path_of(folder, each).with_suffix(ABANDONED).exists()
+    )  # a process was killed before its copy was
     return [each for each in reversed(there) if each > max(here, default=-1) and not left(each)], not here
 
 

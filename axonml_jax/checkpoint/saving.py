@@ -541,8 +541,8 @@ def abandon_above(parent: Path, step: int) -> None:
 
 
 WENT_BACK = (
-    "%s: step %d is saved, and there are checkpoints of later steps, %s, which the run has gone back behind: they count no more, "
-    "and are kept with %s after their names"
+    "%s: step %d is saved, and there are checkpoints of later steps, %s, which the run has gone back behind: they count no "
+    "more, and are kept with %s after their names"
 )
 
 

@@ -32,8 +32,12 @@ def stack_samples(samples: Sequence) -> object:
       The same pytree of arrays [len(samples), ...].
 
     Raises:
-      ValueError: structures or shapes differ between samples; lists every such leaf by path.
+      ValueError: a sample is None, or structures or shapes differ between samples; lists every such leaf by path.
     """
+    if any(sample is None for sample in samples):
+        raise ValueError(
+            "a sample is None. A filtered MapDataset of Grain is None where nothing is left: give dataset.to_iter_dataset()"
+        )
     leaves, structure = jax.tree.flatten(samples[0])
     columns = [leaves]
     for i, sample in enumerate(samples[1:], start=1):

@@ -172,8 +172,8 @@ class Stream:
       source: something to iterate over again and again (`__iter__`), a function that returns such a thing or an iterator, or an
         iterator, which gives its samples once. Used when they are there too: `set_epoch(epoch)`, called before an epoch begins,
         and `state_dict()` with `load_state_dict(state)` (or `get_state` with `set_state`) of its iterator or of itself,
-        by which a place is found again without reading what comes before it. A source that keeps its state in itself is set back
-        to the one that it had at first, where it was left on its way, or where it is told epochs and a place was set.
+        by which a place is found again without reading what comes before it. A source that keeps its state in itself is set
+        back to the one that it had at first, where it was left on its way, or where it is told epochs and a place was set.
       window: how many samples are permuted among each other; 1: they keep their order.
       seed: draws the permutations.
     """
@@ -335,13 +335,21 @@ def as_dataset(given: Any) -> Any:
         dataset, a `torch.utils.data.IterableDataset` is none though it inherits `__getitem__`.
 
     Raises:
-      TypeError: for anything else.
+      TypeError: for anything else, with the remedy where it is nearly one.
+      ValueError: for a dataset without end.
     """
     if isinstance(given, Stream):
         return given
+    if wrong := _nearly_a_dataset(given):
+        raise TypeError(wrong)
     if isinstance(given, Mapping) and all(isinstance(name, str) for name in given):
         return Columns(given)
     if hasattr(given, "__len__") and hasattr(given, "__getitem__") and not _only_iterates(given):
+        if len(given) > _ENDLESS:
+            raise ValueError(
+                f"a {type(given).__name__} of {len(given):,} samples has no end: leave .repeat() of Grain out, as "
+                "num_epochs=None goes on with the next epoch"
+            )
         return given
     if isinstance(given, Iterable) or callable(given):
         return Stream(given)  # pyright: ignore[reportArgumentType]  # any function
@@ -349,6 +357,27 @@ def as_dataset(given: Any) -> Any:
         f"a dataset needs __len__ and __getitem__, or __iter__; {type(given).__name__} has neither. Give a dataset, a dict of "
         "arrays, an iterable, or a function that returns one"
     )
+
+
+_ENDLESS = 2**60
+
+
+def _nearly_a_dataset(given: Any) -> str:
+    """What to give in the place of something that has the methods of a dataset, and is none; empty for all else."""
+    if isinstance(given, type) and hasattr(given, "__len__") and hasattr(given, "__getitem__"):
+        return f"{given.__name__} is a class: give an object of it, {given.__name__}(...)"
+    if hasattr(given, "iloc") and hasattr(given, "columns"):
+        return (
+            f"a {type(given).__name__} is read by columns, and a dataset by samples: give dict(frame), a dict of arrays"
+        )
+    if isinstance(given, tuple) and len(given) > 1 and all(getattr(each, "shape", ()) for each in given):
+        lengths = {each.shape[0] for each in given}
+        if len(lengths) == 1 and min(lengths) > len(given):  # list(given) says that each array is a sample
+            return (
+                f"a tuple of {len(given)} arrays of {min(lengths)} rows would be {len(given)} samples: give a dict of arrays, "
+                '{"x": x, "y": y}, whose rows are the samples; or a list, where each array is one sample'
+            )
+    return ""
 
 
 def _only_iterates(given: Any) -> bool:
