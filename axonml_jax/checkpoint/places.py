@@ -885,9 +885,8 @@ def _missing(mirror: Mirror, folder: Path, step: int | str | None) -> tuple[list
     here, there = checkpoints_in(folder), mirror.copies.steps
     if isinstance(step, int):
         return [step] if step in there and step not in here else [], step not in here
-    left = lambda each: (
-        path_of(folder, each).with_suffix(ABANDONED).exists()
-    )  # a process was killed before its copy was
+    # Where a process was killed between both, the folder has put aside what is still there.
+    left = lambda each: path_of(folder, each).with_suffix(ABANDONED).exists()
     return [each for each in reversed(there) if each > max(here, default=-1) and not left(each)], not here
 
 
