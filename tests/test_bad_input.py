@@ -231,7 +231,12 @@ BATCHES = {
     ),
     "an array without rows": (
         {**BATCH, "classes": np.ones(3)},
-        ["differ in the size of dim 0", "classes: shape (3,)", "x: shape (8, 5)", "let the loss close over it"],
+        [
+            "differ in the size of dim 0",
+            "classes: shape (3,)",
+            "x: shape (8, 5)",
+            "a constant of what it was at the first step",
+        ],
     ),
     "masked values": (
         {**BATCH, "x": np.ma.masked_greater(BATCH["x"], 0.5)},

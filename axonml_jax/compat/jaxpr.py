@@ -93,6 +93,18 @@ def opened(jaxpr: Any) -> Opened:
     return Opened(inner.invars, list(zip(inner.constvars, values, strict=True)), inner.eqns, inner.outvars)
 
 
+def constants_within(jaxpr: Any) -> list[Any]:
+    """The values that a closed jaxpr, and those that it calls, have as constants."""
+    found, known, within = [], set(), [jaxpr]
+    while within:
+        each = within.pop()
+        if id(each) not in known:
+            known.add(id(each))
+            found += getattr(each, "consts", ())
+            within += [inner for eqn in _inner(each).eqns for inner in jaxprs_among(eqn.params)]
+    return found
+
+
 def live(jaxpr: Any) -> Any:
     """A jaxpr without what no result needs, as it is lowered; its inputs stay, and its constants where it is closed."""
     inner = _inner(jaxpr)

@@ -546,8 +546,9 @@ class Trainer(Generic[M]):
           2-norms `grad_norm/LAYER` and `param_norm/LAYER` (before the update). Under NO_SYNC each is stacked by rank.
 
         Raises:
-          ValueError: when the batch does not divide, or, at the first step and the first after a load or restore, naming what
-            is not the same in all processes: leaves, plan, program, first values, batch.
+          ValueError: when the batch does not divide; when arrays that the loss reads outside of model and batch were changed
+            since it was compiled; at the first step and the first after a load or restore, naming what is not the same in all
+            processes: leaves, plan, program, first values, batch.
         """
         batch = one_batch(parts)
         if self.hollow:
@@ -1110,7 +1111,8 @@ class ParallelModel(SavedModel):
 
         Args:
           loss_fn: `loss_fn(model, batch) -> loss` or `(loss, metrics)`; a number that is meant as on one device, of
-            the whole batch, or an `ax.WeightedMean`.
+            the whole batch, or an `ax.WeightedMean`. Arrays that it reads outside of these are constants, as they were when it
+            was compiled; a call after one was changed is refused, and asking for the function again compiles anew.
 
         Returns:
           `f(batch) -> (loss, grads)`, or `((loss, metrics), grads)` when `loss_fn` returns metrics. Within `no_sync()`
@@ -1122,6 +1124,12 @@ class ParallelModel(SavedModel):
         from axonml_jax.training.evaluate import Differentiate
 
         given, loss_fn = loss_fn, of_batch(loss_fn)
+        for key in [each for each in self._programs if each[:2] == ("grad", id(given))]:
+            if names := self._programs[key].changed():
+                logger.warning(
+                    "value_and_grad compiles anew, because the loss reads what was changed: %s", ", ".join(names)
+                )
+                del self._programs[key]
 
         def f(*parts: PyTree) -> Any:
             with no_mesh_around(), folding:

@@ -301,8 +301,8 @@ def check_batch(layout: BatchLayout, batch: PyTree, microbatches: int = 1) -> No
     if others:
         raise ValueError(
             "the batch's leaves differ in the size of dim 0, which is the batch dim of all of them (an array without rows is "
-            "none of the batch: keep it in the model, or let the loss close over it; a key is jax.random.key(seed), which has "
-            f"no dim):\n{named(split)}"
+            "none of the batch: keep it in the model, or let the loss close over it, as a constant of what it was at the first "
+            f"step; a key is jax.random.key(seed), which has no dim):\n{named(split)}"
         )
     if not size:
         raise ValueError(f"the batch is empty, its leaves have no rows:\n{named(split)}\nskip it, or give it rows")

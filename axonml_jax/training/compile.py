@@ -1,16 +1,21 @@
 """Compiling a step: its objective, metrics and norm, passes for XLA:CPU, errors in the user's words."""
 
 import abc
+import dataclasses
 import functools
 import math
+import operator
 import os
+import sys
 import sysconfig
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import flax
@@ -18,11 +23,13 @@ import flax.errors
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen, nnx
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from axonml_jax.base import LossFn, PyTree, named_leaves
 from axonml_jax.collectives.primitives import axis_index, max_over, sum_over
-from axonml_jax.compat.jaxpr import trace, traced_with
+from axonml_jax.compat.jaxpr import constants_within, trace, traced_with
 from axonml_jax.compat.order import (
     callers_line,
     placements_read,
@@ -37,11 +44,261 @@ from axonml_jax.model.loss import UNREAD, Loss, of_arrays, parse_loss
 from axonml_jax.model.view import Functional, Mode, Variables, merge, noting_written
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.batch import several_batches
-from axonml_jax.sharding.layout import is_layout, to_host
+from axonml_jax.sharding.layout import is_deleted, is_layout, to_host
 from axonml_jax.strategies.shard import Feedback
 
 if TYPE_CHECKING:
     from axonml_jax.meaning.whole_batch import WholeBatch
+
+# --------------------------------------------------------------------------------------------------
+# What a compiled function reads besides its arguments: who holds it, and whether it still is what was compiled.
+# --------------------------------------------------------------------------------------------------
+
+
+_NOT_LOOKED_INTO = {*sys.stdlib_module_names, "jax", "jaxlib", "flax", "optax", "numpy", "axonml_jax"}
+"""Packages whose functions, classes and modules hold no arrays of a user's."""
+
+_MOST = 20_000
+"""Through so many objects it is looked who holds a program's constants."""
+
+_NOT_THERE = (AttributeError, LookupError, TypeError, ValueError)
+_GONE = object()
+
+
+class Held(NamedTuple):
+    """One step on the way from a function to an array that it reads: `get(holder, key) is value` while nothing changes.
+
+    Attributes:
+      name: of the value, as the function's code would write it, and what the first name in it is.
+    """
+
+    get: Callable[[Any, Any], Any]
+    holder: Any
+    key: Any
+    value: Any
+    name: str
+
+
+class Outside:
+    """The arrays that the compiled programs of a function have as constants, and that can be reached from it.
+
+    Closures, globals that code names, defaults, `functools.partial` and `self` hold them, and in these modules, variables,
+    containers, and attributes that code names. Before every call it is asked whether they still hold the same objects.
+
+    Args:
+      fun: the user's function.
+    """
+
+    def __init__(self, fun: Any):
+        self.fun = fun
+        self._constants: dict[int, Any] = {}
+        self._held: tuple[Held, ...] = ()
+        self._from: dict[int, list[Held]] = {}  # by their holder
+
+    def note(self, constants: Iterable[Any]) -> None:
+        """Know of a program that was traced just now, and of its constants."""
+        self._constants |= {id(x): x for x in constants if _is_array(x)}
+        self._held = _Search(self.fun, self._constants.values()).run() if self._constants else ()
+        self._from = {}
+        for held in self._held:
+            self._from.setdefault(id(held.holder), []).append(held)
+
+    def changed(self) -> list[str]:
+        """The names of what is not as it was; nothing, mostly, for the price of comparing identities."""
+        try:
+            if all(get(holder, key) is value for get, holder, key, value, _ in self._held):
+                return []
+        except _NOT_THERE:
+            pass
+        renewed: dict[Any, Any] = {}
+        found = [name for held in self._held for name in self._differing(held, held.holder, renewed)]
+        if not found:  # other objects with the same values in them
+            self._constants = {id(x): x for x in (renewed.get(key, x) for key, x in self._constants.items())}
+            self.note(())
+        return list(dict.fromkeys(found))
+
+    def refuse_changed(self) -> None:
+        """Refuse to run a program whose constants are not what the function would read now.
+
+        Raises:
+          ValueError: naming what was changed, and the remedies.
+        """
+        if not (names := self.changed()):
+            return
+        shown = ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5)
+        raise ValueError(
+            f"{getattr(self.fun, '__name__', type(self.fun).__name__)} reads from outside what was changed since it was "
+            f"compiled: {shown}. A compiled program has as constants what it read then. Of two networks that train in turn "
+            "make one model, and two trainers of it, each with optax.multi_transform and optax.set_to_zero() for the other "
+            "network (docs/guides/losses.md); give numbers, and arrays with rows, in the batch. What changes now and then is "
+            "read anew by a new trainer, new = model.trainer(tx, loss_fn) with new.state = trainer.state, and by calling "
+            "model.value_and_grad(loss_fn) again"
+        )
+
+    def _differing(self, held: Held, holder: Any, renewed: dict[Any, Any]) -> Iterator[str]:
+        """The arrays behind a step that differ where this holds them; others of the same values are put into `renewed`."""
+        try:
+            now = held.get(holder, held.key)
+        except _NOT_THERE:
+            now = _GONE
+        asked = id(held), id(holder)
+        if now is held.value or renewed.get(asked) is holder:
+            return
+        renewed[asked] = holder
+        if now is _GONE or (_is_array(held.value) and not _equal(held.value, now)):
+            yield held.name
+        elif _is_array(held.value):
+            renewed[id(held.value)] = now
+        else:
+            for each in self._from[id(held.value)]:
+                yield from self._differing(each, now, renewed)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer)
+
+
+def _equal(old: Any, new: Any) -> bool:
+    """Whether two arrays have the same bytes, as far as this process can tell."""
+    if not _is_array(new) or (old.shape, old.dtype) != (new.shape, new.dtype) or is_deleted(old) or is_deleted(new):
+        return False
+    if not all(getattr(x, "is_fully_addressable", True) for x in (old, new)):
+        return False
+    if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
+        old, new = jax.random.key_data(old), jax.random.key_data(new)
+    return np.asarray(old).tobytes() == np.asarray(new).tobytes()
+
+
+class _Search:
+    """All ways from a function to arrays.
+
+    Args:
+      fun: where it begins.
+      arrays: they end there; one of NumPy, which JAX copies into its programs, at any of the same numbers.
+    """
+
+    def __init__(self, fun: Any, arrays: Iterable[Any]):
+        self._arrays = {id(x) for x in arrays if isinstance(x, jax.Array)}
+        self._numbers = [x for x in arrays if isinstance(x, np.ndarray)]
+        self._steps: dict[tuple, Held] = {}
+        self._names = {"__call__"}
+        self._by_name: list[tuple[Any, str, str]] = []  # attributes of these count where code names them
+        self._seen, self._queue = {id(fun)}, deque([(fun, "", "")])
+
+    def run(self) -> tuple[Held, ...]:
+        """The steps of all ways that end at one of the arrays."""
+        before = -1
+        while self._queue or before < len(self._steps):
+            before = len(self._steps)
+            while self._queue:
+                self._look_into(*self._queue.popleft())
+            for x, name, what in self._by_name:
+                self._follow_attributes(x, name, what, self._names.intersection(_attributes(x)))
+        return self._leading()
+
+    def _leading(self) -> tuple[Held, ...]:
+        ends = {id(step.value) for step in self._steps.values() if self._is_wanted(step.value)}
+        while True:
+            kept = [step for step in self._steps.values() if id(step.value) in ends]
+            more = ends | {id(step.holder) for step in kept}
+            if len(more) == len(ends):
+                return tuple(kept)
+            ends = more
+
+    def _is_wanted(self, x: Any) -> bool:
+        if isinstance(x, jax.Array):
+            return id(x) in self._arrays
+        same = lambda own: own.shape == x.shape and np.array_equal(np.asarray(own), x.astype(own.dtype))
+        return isinstance(x, np.ndarray) and any(map(same, self._numbers))
+
+    def _follow(self, get: Callable, holder: Any, key: Any, name: str, what: str) -> Any:
+        """Take one step; what it leads to is returned, and looked into later, once."""
+        try:
+            value = get(holder, key)
+            if get(holder, key) is not value or len(self._steps) >= _MOST:
+                return None
+        except _NOT_THERE:  # an empty cell, a name among Python's own
+            return None
+        if isinstance(value, (str, bytes, int, float, complex, type(None))):
+            return None
+        if isinstance(value, (FunctionType, type, ModuleType)) and _package(value) in _NOT_LOOKED_INTO:
+            return None
+        self._steps.setdefault((id(holder), key), Held(get, holder, key, value, f"{name} ({what})" if what else name))
+        if id(value) not in self._seen and not _is_array(value):
+            self._seen.add(id(value))
+            self._queue.append((value, name, what))
+        return value
+
+    def _look_into(self, x: Any, name: str, what: str) -> None:
+        """Take the steps from what code reads in one object."""
+        if isinstance(x, FunctionType):
+            self._look_into_function(x)
+        elif isinstance(x, MethodType):
+            self._follow(getattr, x, "__func__", name, what)
+            self._follow(getattr, x, "__self__", "self", "of a bound method")
+        elif isinstance(x, functools.partial):
+            self._follow(getattr, x, "func", name, what)
+            for key in ("args", "keywords"):
+                self._follow(getattr, x, key, key, "of a functools.partial")
+        elif isinstance(x, (list, tuple, dict)):
+            for key in x if isinstance(x, dict) else range(len(x)):
+                self._follow(operator.getitem, x, key, f"{name}[{key!r}]", what)
+        else:
+            self._look_into_object(x, name, what)
+
+    def _look_into_function(self, fun: FunctionType) -> None:
+        code, named = fun.__code__, _names(fun.__code__)
+        self._names |= named
+        cells = self._follow(getattr, fun, "__closure__", "", "") or ()
+        for i, free in enumerate(code.co_freevars if cells else ()):
+            cell = self._follow(operator.getitem, cells, i, "", "")
+            self._follow(getattr, cell, "cell_contents", free, "a variable of the enclosing function")
+        self._seen.add(id(fun.__globals__))  # of which only these are read
+        names = self._follow(getattr, fun, "__globals__", "", "")
+        for each in named.intersection(names):
+            self._follow(operator.getitem, names, each, each, "a global")
+        for key in ("__defaults__", "__kwdefaults__"):
+            self._follow(getattr, fun, key, fun.__name__, "a default of the function")
+        self._follow(getattr, fun, "__dict__", fun.__name__, "an attribute of the function")
+
+    def _look_into_object(self, x: Any, name: str, what: str) -> None:
+        """Of a module's, a state's, a callable's: all attributes. Of anything else: those that code names."""
+        kind = type(x)
+        if not isinstance(x, (type, ModuleType)):
+            self._follow(getattr, x, "__class__", "", "")
+        if _package(kind) == "flax" or isinstance(x, (nnx.Pytree, linen.Module)) or dataclasses.is_dataclass(kind):
+            self._follow_attributes(x, name, what, _attributes(x))
+        elif hasattr(
+            kind, "checkpoint_leaves"
+        ):  # a parallel model or a trainer: `model.module` is made of its variables
+            self._follow_attributes(x, name, what, {"variables"})
+            self._by_name.append((x, name, what))
+        elif callable(x) and not isinstance(x, type):
+            self._follow_attributes(x, name, what, _attributes(x))
+        else:
+            self._by_name.append((x, name, what))
+
+    def _follow_attributes(self, x: Any, name: str, what: str, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._follow(getattr, x, key, name if key.startswith("_") else f"{name}.{key}".removeprefix("."), what)
+
+
+def _attributes(x: Any) -> set[str]:
+    slots = {each for kind in type(x).__mro__ for each in getattr(kind, "__slots__", ())}
+    return slots.union(getattr(x, "__dict__", ()))
+
+
+def _names(code: CodeType) -> set[str]:
+    """What code names, with the functions that are written in it."""
+    inner = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _package(x: Any) -> str:
+    """Where a function, a class or a module comes from."""
+    named = x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", None)
+    return str(named).partition(".")[0]
+
 
 # --------------------------------------------------------------------------------------------------
 # How a step is compiled: what XLA must be told, and what must be added, for the program to do what it says.
@@ -82,13 +339,21 @@ class Compiled:
       fun: the function.
       mesh: that it runs on.
       accept: called with every program compiled for a call before it first runs; it may refuse it.
+      reads: the user's function in it; what that reads outside must stay as it is (`Outside`).
       options: of `jax.jit`; arguments by keyword are static.
     """
 
     def __init__(
-        self, fun: Callable[..., Any], mesh: Mesh, accept: Callable[[Any], None] | None = None, **options: Any
+        self,
+        fun: Callable[..., Any],
+        mesh: Mesh,
+        accept: Callable[[Any], None] | None = None,
+        *,
+        reads: Callable[..., Any] | None = None,
+        **options: Any,
     ):
-        self._fun, self._options, self._plain = fun, options, jax.jit(fun, **options)
+        self._fun, self._options = fun, options
+        self._plain: Any = jax.jit(fun, **options)
         self._mesh = mesh
         self._on_cpu, self._several = is_on_cpu(mesh), mesh.size > 1
         self._known: dict[Any, Any] = {}
@@ -97,6 +362,8 @@ class Compiled:
         self._accepted: dict[Any, Any] = {}
         self._inner: Compiled | None = None  # the same as a part of other programs
         self._reading: Callable[[], AbstractContextManager] = nullcontext
+        self._reads, self._traces = reads, 0
+        self._outside: Outside | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
@@ -104,9 +371,13 @@ class Compiled:
             try:
                 with self._reading():
                     run = self._choose(args, kwargs)
-                    return (
-                        run(*args, **kwargs) if self._accept is None else self._accepted_for(run, args, kwargs)(*args)
-                    )
+                    if self._accept is not None:
+                        return self._accepted_for(run, args, kwargs)(*args)
+                    made = run(*args, **kwargs)
+                    if not self._on_cpu and (traces := self._plain._cache_size()) != self._traces:
+                        self._traces = traces
+                        self._note(self._plain.trace(*args, **kwargs))
+                    return made
             except Exception as error:
                 if not self._reads_placements(error):
                     raise
@@ -124,7 +395,7 @@ class Compiled:
             )
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), args)
         if self._inner is None:
-            self._inner = Compiled(self._fun, self._mesh)
+            self._inner = Compiled(self._fun, self._mesh, reads=self._reads)
         return self._inner._again("__call__", shapes, {}, args)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +417,10 @@ class Compiled:
         while True:
             try:
                 with self._reading():
-                    return getattr(self._choose(args, kwargs), name)(*(args if given is None else given), **kwargs)
+                    run = self._choose(args, kwargs)
+                    if not self._on_cpu and name != "__call__":
+                        self._note(run.trace(*args, **kwargs))
+                    return getattr(run, name)(*(args if given is None else given), **kwargs)
             except Exception as error:
                 if not self._reads_placements(error):
                     raise
@@ -174,7 +448,10 @@ class Compiled:
         leaves, treedef = jax.tree.flatten(args)
         like = (trace_settings(), treedef, *((x.shape, x.dtype, x.sharding) for x in leaves), *kwargs.items())
         if like not in self._accepted:
-            compiled = run.lower(*args, **kwargs).compile()
+            traced = run.trace(*args, **kwargs)
+            if not self._on_cpu:
+                self._note(traced)
+            compiled = traced.lower().compile()
             self._accept(compiled)
             self._accepted[like] = compiled
         return self._accepted[like]
@@ -183,7 +460,12 @@ class Compiled:
         """The function for arguments like these under JAX's settings around the call.
 
         All arguments but the first are looked at, which is a run's state or variables.
+
+        Raises:
+          ValueError: where a program has constants that the user's function would read otherwise now.
         """
+        if self._outside is not None:
+            self._outside.refuse_changed()
         if not self._on_cpu:
             return self._plain
         from axonml_jax.program.on_cpu import may_overlap, with_transposed_operands
@@ -191,12 +473,24 @@ class Compiled:
         like = self._like(args, kwargs)
         if like not in self._known:
             traced = self._plain.trace(*args, **kwargs)
+            self._note(traced)
             jaxpr = with_transposed_operands(traced.jaxpr)
             overlaps = self._several and may_overlap(jaxpr)
             changes = overlaps or jaxpr is not traced.jaxpr
             self._known[like] = self._changed(traced, _types(args), overlaps) if changes else self._plain
             self._written[like] = traced
         return self._known[like]
+
+    def changed(self) -> list[str]:
+        """What its programs have as constants and the user's function would read otherwise now, by name."""
+        return [] if self._outside is None else self._outside.changed()
+
+    def _note(self, traced: Any) -> None:
+        """Know of what was traced just now, and of its constants."""
+        if self._reads is None or not (constants := constants_within(traced.jaxpr)):
+            return
+        self._outside = self._outside or Outside(self._reads)
+        self._outside.note(constants)
 
     def _like(self, args: tuple, kwargs: dict) -> Any:
         return trace_settings(), _types(args[1:]), *kwargs.items()

@@ -62,13 +62,18 @@ class Differentiate:
         if not sync:
             _refuse_unstackable(placement)
         self.objective = objective_of(model, loss_fn, placement, training, sync=sync)
-        self._compiled = Compiled(self._mapped, mesh, accept, compiler_options=compiler_options(placement, mesh))
+        options = compiler_options(placement, mesh)
+        self._compiled = Compiled(self._mapped, mesh, accept, reads=loss_fn, compiler_options=options)
 
     def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[jax.Array, dict, PyTree, PyTree]:
         """Differentiate; `key` is the step's randomness."""
         self._check(batch)
         with explain_types(self.placement.plan.check_vma):
             return bound_run_ahead(self._compiled(variables, key, self.placement.batch_layout.place(batch, self.mesh)))
+
+    def changed(self) -> list[str]:
+        """What the loss reads outside and was changed since it was compiled, by name."""
+        return self._compiled.changed()
 
     def _check(self, batch: PyTree) -> None:
         check_batch(self.placement.batch_layout, batch, self.placement.plan.microbatches)
@@ -300,7 +305,8 @@ class EvalStep:
         self._given, self._weighted = (model, loss_fn, accept), {}
         objective = objective_of(model, loss_fn, placement, training=False, gradients=False)
         self.objective = replace(objective, loss_fn=self._noting)
-        self._compiled = Compiled(self._mapped, mesh, accept, compiler_options=compiler_options(placement, mesh))
+        options = compiler_options(placement, mesh)
+        self._compiled = Compiled(self._mapped, mesh, accept, reads=loss_fn, compiler_options=options)
 
     def __call__(self, variables: Variables, batch: PyTree) -> Evaluated:
         """The loss and the loss function's metrics over the global batch [B, ...].
@@ -527,8 +533,8 @@ class Forward:
         self.model, self.placement, self.rest, self.mesh = model, placement, rest_of(placement), mesh
         self.fun, self.row_dims = fun or (lambda model, *args, **kwargs: model(*args, **kwargs)), None
         self.mode = forward_mode(placement, training)
-        options = compiler_options(placement, mesh)
-        self._compiled = Compiled(self._mapped, mesh, accept, static_argnames="static", compiler_options=options)
+        options = {"static_argnames": "static", "compiler_options": compiler_options(placement, mesh)}
+        self._compiled = Compiled(self._mapped, mesh, accept, reads=fun, **options)
         self._parameters = parameter_names(model.module(model.shapes))
 
     def __call__(self, variables: Variables, key: jax.Array, args: tuple, kwargs: dict) -> tuple[PyTree, PyTree]:

@@ -70,7 +70,7 @@ class TrainStep:
         self.objective = objective_of(model, loss_fn, placement, training, trains=True)
         self._returned: tuple[int, ...] = ()  # parts of the last state, which are not looked through again
         on_cpu = compiler_options(placement, mesh)
-        options = {"donate_argnums": 0, "compiler_options": on_cpu}
+        options = {"donate_argnums": 0, "compiler_options": on_cpu, "reads": loss_fn}
         if placement.plan.memory is None:
             self._compiled: Any = Compiled(self._mapped, mesh, accept, **options)
         else:
