@@ -180,6 +180,28 @@ def array_of_numpy(reduce):
     return lambda model, batch: reduce(model(batch["x"]) @ held), change, "held (a variable of"
 
 
+def array_read_by_numpy(reduce):
+    held = {"weights": jnp.arange(3.0)}
+    change = lambda: held.update(weights=jnp.ones(3))
+    return lambda model, batch: reduce(model(batch["x"]) * np.asarray(held["weights"])), change, "held['weights']"
+
+
+class Scanned(nnx.Module):
+    def __init__(self, seed):
+        self.layers, self.last = nnx.Param(jax.random.normal(jax.random.key(seed), (2, 3, 3))), critic(seed)
+
+    def __call__(self, x):
+        x, _ = jax.lax.scan(lambda x, layer: (jnp.tanh(x @ layer), None), x, self.layers[...])
+        return jax.checkpoint(lambda x: self.last(x))(x)
+
+
+def module_in_loops(reduce):
+    held = Scanned(1)
+    change = lambda: nnx.update(held, nnx.state(Scanned(2)))
+    score = jax.jit(lambda x: held(x))
+    return lambda model, batch: reduce(score(model(batch["x"]))), change, "held.layers (a variable of"
+
+
 def key(reduce):
     held = jax.random.key(0)
 
@@ -203,7 +225,7 @@ HELD = {
     for each in (
         *(cell, inner_function, list_element, updated_module, replaced_variable, global_name, partial, default),
         *(bound_method, called_object, linen_params, bound_linen, nnx_state, array_in_jit, array_of_numpy, key),
-        parallel_model,
+        *(parallel_model, array_read_by_numpy, module_in_loops),
     )
 }
 

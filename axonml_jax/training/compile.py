@@ -158,11 +158,14 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, Tracer)
 
 
+def _is_on_host(x: Any) -> bool:
+    """Whether it is an array whose values this process can have."""
+    return _is_array(x) and not is_deleted(x) and getattr(x, "is_fully_addressable", True)
+
+
 def _equal(old: Any, new: Any) -> bool:
     """Whether two arrays have the same bytes, as far as this process can tell."""
-    if not _is_array(new) or (old.shape, old.dtype) != (new.shape, new.dtype) or is_deleted(old) or is_deleted(new):
-        return False
-    if not all(getattr(x, "is_fully_addressable", True) for x in (old, new)):
+    if not (_is_on_host(old) and _is_on_host(new)) or (old.shape, old.dtype) != (new.shape, new.dtype):
         return False
     if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
         old, new = jax.random.key_data(old), jax.random.key_data(new)
@@ -174,7 +177,7 @@ class _Search:
 
     Args:
       fun: where it begins.
-      arrays: they end there; one of NumPy, which JAX copies into its programs, at any of the same numbers.
+      arrays: they end there; one of NumPy, into which values were copied, at any of the same numbers.
     """
 
     def __init__(self, fun: Any, arrays: Iterable[Any]):
@@ -206,10 +209,8 @@ class _Search:
             ends = more
 
     def _is_wanted(self, x: Any) -> bool:
-        if isinstance(x, jax.Array):
-            return id(x) in self._arrays
-        same = lambda own: own.shape == x.shape and np.array_equal(np.asarray(own), x.astype(own.dtype))
-        return isinstance(x, np.ndarray) and any(map(same, self._numbers))
+        same = lambda own: own.shape == x.shape and np.array_equal(np.asarray(own), np.asarray(x).astype(own.dtype))
+        return id(x) in self._arrays or (_is_on_host(x) and any(map(same, self._numbers)))
 
     def _follow(self, get: Callable, holder: Any, key: Any, name: str, what: str) -> Any:
         """Take one step; what it leads to is returned, and looked into later, once."""
