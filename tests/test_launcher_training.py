@@ -18,7 +18,7 @@ from workers.launched_steps import ROWS, TX, loss_fn, model
 import axonml_jax as ax
 from axonml_jax.cli.records import read_records
 from axonml_jax.cli.run import start_devices
-from axonml_jax.training import same_everywhere
+from axonml_jax.mesh import join
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = str(ROOT / "tests" / "workers" / "launched_steps.py")
@@ -160,6 +160,16 @@ UNLIKE = {  # what a first step says of processes that differ in one thing; None
     "gradients' rates": r"first update did not leave the processes' parameters alike:\n  device \d+ (.|\n)*A learning rate",
     "gradients, not synchronized": r"first update did not leave the processes' parameters alike",
     "gradients after a load": r"begin this training alike:\n  the first values of down/bias is",
+    "evaluated alike": None,
+    "evaluated loader": None,
+    "evaluated rows": r"give trainer.evaluate the same batches:\n  the batch's leaf x is float32\[5, 4\] in process\(es\) \[0\]",
+    "evaluated values": r"batch's values of x is(.|\n)*It takes the whole batch",
+    "evaluated values, later": r"give trainer.evaluate the same batches:\n  the batch's values of x is",
+    "validated rows": r"give trainer.validate the same batches:\n  the batch's leaf x is float32\[5, 4\]",
+    "validated values": r"give trainer.validate the same batches:\n  the batch's values of x is",
+    "validated numbers": r"\n  batch number 2 is not there in process\(es\) \[0\], there in process\(es\) \[1\]\nIt takes",
+    "predicted values": r"give trainer.predict the same batches:\n  the batch's values of x is",
+    "predicted numbers": r"batch number 2 is there in process\(es\) \[0\], not there in process\(es\) \[1\]",
     "independent": None,
 }
 
@@ -199,12 +209,12 @@ class Meeting:
 def compared(monkeypatch, *programs, **said):
     """What each of several processes hears that say these things, and all that was said."""
     meeting = Meeting(len(programs))
-    monkeypatch.setattr(same_everywhere, "coordinator_client", lambda: meeting)
+    monkeypatch.setattr(join, "coordinator_client", lambda: meeting)
     everyone = range(len(programs))
 
     def one(me):
-        own = {name: values[me] for name, values in said.items()} | {same_everywhere.PROGRAM: str(hash(programs[me]))}
-        return same_everywhere.differences(own, programs[me].splitlines(), "here", everyone, me)
+        own = {name: values[me] for name, values in said.items()} | {join.PROGRAM: str(hash(programs[me]))}
+        return join.differences(own, programs[me].splitlines(), "here", everyone, me)
 
     with ThreadPoolExecutor(len(programs)) as pool:
         return list(pool.map(one, everyone)), meeting.said

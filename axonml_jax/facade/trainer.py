@@ -359,6 +359,7 @@ class Trainer(Generic[M]):
         self._layer_norms, self._seen = layer_norms, None
         self._callbacks, self._made, self._ended = checked(callbacks), 0, False
         self._compared: int | None = None  # the model's loads when the processes compared what they begin with
+        self._same_evaluated: Callable[[PyTree], None] | None = None
         self._saves: list[Callable[[], None]] = []
         self._steps: dict[bool | None, TrainStep] = {}
         self._predictions: dict[int, Predict] = {}
@@ -582,9 +583,18 @@ class Trainer(Generic[M]):
         """The loss and metrics of a global batch of any number of rows in evaluation mode, in the microbatches of `accumulate`.
 
         Of `eval_fn`, where the trainer has one. Nothing is changed.
+
+        Raises:
+          ValueError: naming what is not the same in all processes.
         """
         with no_mesh_around(), folding:
-            return handed_back(self._eval(self.model.values, one_batch(parts)).values)
+            batch = one_batch(parts)
+            if jax.process_count() > 1:
+                from axonml_jax.training.same_everywhere import SameBatches
+
+                self._same_evaluated = self._same_evaluated or SameBatches(self.model.mesh, "trainer.evaluate")
+                self._same_evaluated(batch)
+            return handed_back(self._eval(self.model.values, batch).values)
 
     def validate(self, batches: Iterable[PyTree], weights: Sequence[float] | None = None) -> dict[str, float]:
         """The mean over all rows of the batches of everything `evaluate` returns; callbacks hear of it.
@@ -596,7 +606,7 @@ class Trainer(Generic[M]):
           weights: what each batch counts for; None: a `WeightedMean` by its weight, anything else by the batch's rows.
 
         Raises:
-          ValueError: when there are no batches.
+          ValueError: when there are no batches, or naming what is not the same in all processes.
         """
         with no_mesh_around(), folding:
             from axonml_jax.training.evaluate import mean_of
@@ -608,7 +618,7 @@ class Trainer(Generic[M]):
                     "trainer.validate takes batches, one after another: [batch], or a loader; trainer.evaluate takes one"
                 )
             seen: dict[str, list[Evaluated]] = {before: [] for before in models}
-            for batch in under_users_mesh(batches):
+            for batch in _alike(self, "validate", under_users_mesh(batches)):
                 for before, variables in models.items():
                     seen[before].append(to_host(self._eval(variables, batch)))
             each = {before: mean_of(results, weights) for before, results in seen.items()}
@@ -669,7 +679,7 @@ class Trainer(Generic[M]):
             batches that are arrays.
 
         Raises:
-          ValueError: when there are no batches, or naming what has no rows in dim 0.
+          ValueError: when there are no batches, or naming what has no rows in dim 0, or is not the same in all processes.
         """
         with no_mesh_around(), folding:
             if isinstance(batches, Mapping) or hasattr(batches, "dtype"):
@@ -681,7 +691,8 @@ class Trainer(Generic[M]):
             build = lambda: Predict(*given, fun, self.model._accept)
             # By identity: a callable need not be hashable, and the program keeps it alive.
             program = self._predictions[id(fun)] = self._predictions.get(id(fun)) or build()
-            return joined_rows([program(variables, batch) for batch in under_users_mesh(batches)])
+            given = _alike(self, "predict", under_users_mesh(batches))
+            return joined_rows([program(variables, batch) for batch in given])
 
     @contextmanager
     def averaged(self) -> Iterator[M]:
@@ -747,6 +758,15 @@ class Trainer(Generic[M]):
     def minimum_traffic(self) -> Fraction:
         """Bytes per rank and step that theory allows for this plan's gradients and parameters."""
         return self.train_step.minimum_traffic()
+
+
+def _alike(trainer: Trainer, call: str, batches: Iterable[PyTree]) -> Iterable[PyTree]:
+    """Batches that all processes must give alike, compared one by one where there are several."""
+    if jax.process_count() == 1:
+        return batches
+    from axonml_jax.training.same_everywhere import SameBatches
+
+    return SameBatches(trainer.model.mesh, f"trainer.{call}").walk(batches)
 
 
 def _replicas_anew(trainer: Trainer, state: TrainState) -> TrainState:

@@ -1,6 +1,7 @@
 """How the processes of a job meet and part: the coordinator, the roll call, calls that only this job's processes can make."""
 
 import atexit
+import base64
 import errno
 import hashlib
 import hmac
@@ -17,13 +18,15 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from axonml_jax.compat.processes import let_gloo_listen_on
+from axonml_jax.compat.processes import coordinator_client, let_gloo_listen_on, lost_processes
 
 # --------------------------------------------------------------------------------------------------
 # What the processes of a job say to each other: one JSON object per line, sealed with the job's token where there is
@@ -285,6 +288,148 @@ def _wait_for_others(client, process_id: int, num_processes: int) -> None:
             time.sleep(_POLL)
     except jax.errors.JaxRuntimeError:
         return  # the coordinator has gone; JAX says so
+
+
+# --------------------------------------------------------------------------------------------------
+# Do all processes say the same? What differs is told in words, with the processes on each side.
+# --------------------------------------------------------------------------------------------------
+
+TIMEOUT = 600.0
+"""Seconds that a comparison waits for the other processes: one may load much longer than another."""
+
+PROGRAM = "the traced program"
+_LONGEST_LINE = 200
+_SAME = "axonml_jax/same/"
+_meetings: Counter[tuple] = Counter()
+
+
+def unlike(said: Mapping[str, str], devices: Iterable[Any], what: str, lines: Sequence[str] = ()) -> list[str]:
+    """What differs between what the processes of some devices say, in words, the same in all; each must call it as often.
+
+    Args:
+      said: by this process, the most telling first.
+      devices: whose processes compare.
+      what: is compared.
+      lines: of its program, if it says one.
+
+    Raises:
+      TimeoutError: naming the processes that did not come.
+    """
+    import jax
+
+    processes, me = tuple(sorted({device.process_index for device in devices})), jax.process_index()
+    if len(processes) == 1:
+        return []
+    _meetings[what, processes] += 1
+    where = lambda number: f"{what} {processes} {number}"
+    number = _meetings[what, processes]
+    found = differences(said, lines, where(number), processes, me, what)
+    if me == processes[0]:  # all have come here, so all have heard the last one
+        coordinator_client().key_value_delete(f"{_SAME}{where(number - 1)}")
+    return found
+
+
+def differences(
+    said: Mapping[str, str],
+    lines: Sequence[str],
+    where: str,
+    processes: Sequence[int],
+    me: int,
+    what: str = "first step",
+) -> list[str]:
+    """What differs between processes, in words, the same in all.
+
+    Only a digest travels where nothing does; of processes that say the same one speaks for all.
+
+    Args:
+      said: by this process, the most telling first.
+      lines: of its program, of which the first that differs is told.
+      where: a name for this comparison, used once.
+      processes: that compare, and `me` among them.
+      what: is compared, for the error.
+
+    Raises:
+      TimeoutError: naming the processes that did not come.
+    """
+    heard = exchange(f"{where}/digests/", what, digest_of(json.dumps(said)), processes, me, TIMEOUT)
+    speakers = {digest: process for process, digest in sorted(heard.items(), reverse=True)}
+    if len(speakers) == 1:
+        return []
+    speaks = me in speakers.values()
+    told = {**said, "lines": [digest_of(line) for line in lines]}
+    spoken = exchange(f"{where}/all/", what, _packed(told) if speaks else None, processes, me, TIMEOUT)
+    known = {process: _unpacked(text) for process, text in spoken.items()}
+    hashes = [each.pop("lines") for _, each in sorted(known.items())]
+    place = next((i for i, row in enumerate(itertools.zip_longest(*hashes)) if len(set(row)) > 1), None)
+    found = list(_all_differences({process: known[speakers[digest]] for process, digest in heard.items()}))
+    if place is not None:
+        line = "".join(lines[place : place + 1]).strip()[:_LONGEST_LINE]
+        rows = exchange(f"{where}/line/", what, line if speaks else None, processes, me, TIMEOUT)
+        said_there = ", ".join(f"`{row}` in process {process}" for process, row in sorted(rows.items()))
+        found = [f"{each}, first in {said_there}" if each.startswith(PROGRAM) else each for each in found]
+    return found
+
+
+def first_difference(said: Mapping[int, Mapping[str, Any]]) -> str | None:
+    """The first thing that is not the same in all, with the processes on each side; None when all agree.
+
+    >>> first_difference({0: {"seed": 1}, 1: {"seed": 2}, 2: {"seed": 1}})
+    'seed is 1 in process(es) [0, 2], 2 in process(es) [1]'
+    """
+    return next(_all_differences(said), None)
+
+
+def _all_differences(said: Mapping[int, Mapping[str, Any]]):
+    for name in dict.fromkeys(key for each in said.values() for key in each):
+        sides: dict[str, list[int]] = {}
+        for process, each in sorted(said.items()):
+            sides.setdefault(str(each.get(name, "not there")), []).append(process)
+        if len(sides) > 1:
+            yield f"{name} is " + ", ".join(f"{value} in process(es) {who}" for value, who in sides.items())
+
+
+def exchange(
+    folder: str, what: str, said: str | None, processes: Sequence[int], me: int, timeout: float
+) -> dict[int, str]:
+    """What those processes say that say something, by process, once all have come.
+
+    Raises:
+      TimeoutError: naming the processes that did not come.
+    """
+    import jax
+
+    client, folder = coordinator_client(), f"{_SAME}{folder}"
+    if said is not None:
+        client.key_value_set(f"{folder}{me}", said)
+    come = f"{folder[:-1]} come/"
+    client.key_value_set(f"{come}{me}", "")
+    try:
+        client.wait_at_barrier(folder, int(1000 * timeout), list(processes))
+    except jax.errors.JaxRuntimeError as error:
+        missing = sorted(set(processes) - _heard(client, come).keys())
+        lost = lost_processes(error)
+        raise TimeoutError(
+            f"process(es) {lost or missing} did not come to compare their {what} within {timeout:g} s: they have failed, or "
+            "load or compile much longer than the others"
+        ) from error
+    return _heard(client, folder)
+
+
+def _heard(client: Any, folder: str) -> dict[int, str]:
+    return {int(key.rsplit("/", 1)[1]): text for key, text in client.key_value_dir_get(folder)}
+
+
+def digest_of(text: str) -> str:
+    """Few letters that tell a text from any other."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _packed(said: Any) -> str:
+    return base64.b64encode(zlib.compress(json.dumps(said).encode())).decode()
+
+
+def _unpacked(text: str) -> Any:
+    return json.loads(zlib.decompress(base64.b64decode(text)))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,24 +1,21 @@
 """Do all processes run the same thing? Asked before the first step; who differs is named instead of hanging in a collective.
 
 `check_same` compares what a program says; `check_first_step` all that a trainer's step depends on, `check_first_gradients` and
-`check_first_update` as much of a loop of one's own.
+`check_first_update` as much of a loop of one's own; `SameBatches` what processes evaluate on.
 """
 
-import base64
-import hashlib
-import itertools
 import json
 import re
 import zlib
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from axonml_jax.base import PyTree, named_leaves
-from axonml_jax.compat.processes import coordinator_client, lost_processes
+from axonml_jax.base import PyTree, is_array, named_leaves
+from axonml_jax.mesh.join import PROGRAM, digest_of, exchange, first_difference, unlike
 from axonml_jax.mesh.world import World
 from axonml_jax.model.view import Variables
 from axonml_jax.training.evaluate import Differentiate
@@ -26,17 +23,15 @@ from axonml_jax.training.run_state import CompareReplicas
 from axonml_jax.training.state import TrainState
 from axonml_jax.training.step import TrainStep
 
-TIMEOUT = 600.0
-"""Seconds that a trainer's first step waits for the other processes: one may load much longer than another."""
-
-PROGRAM = "the traced program"
-_SMALL, _SHOWN, _LONGEST = 4, 5, 200
-_meetings: Counter[tuple[int, ...]] = Counter()
+_SMALL, _SHOWN = 4, 5
+_WHOLE_BATCH = (
+    "the whole batch, the same in every process (ax.create_dataloader gives it, and jax.make_array_from_process_local_data "
+    "makes it of rows that each process has for itself)"
+)
 _REMEDIES = {
     "the plan": "Give every process the same model, plan and mesh",
     "leaf": "Give every process the same model and optimizer",
-    "the batch": "A step takes the whole batch, the same in every process (ax.create_dataloader gives it, and "
-    "jax.make_array_from_process_local_data makes it of rows that each process has for itself)",
+    "the batch": f"A step takes {_WHOLE_BATCH}",
     "the value": "Give every process the same optimizer, seed and checkpoint",
     "the first values": "Give every process the same seed or the same file; or call model.sync_parameters() before the first "
     "step, which gives all the first rank's. Values that are split over processes are mixed already where they differ: load "
@@ -61,7 +56,7 @@ def check_same(what: str, said: Mapping[str, Any], world: World) -> None:
     if world.num_processes == 1:
         return
     everyone = range(world.num_processes)
-    heard = _exchange(f"{what}/", what, json.dumps(said), everyone, world.process_index, world.timeout)
+    heard = exchange(f"{what}/", what, json.dumps(said), everyone, world.process_index, world.timeout)
     if difference := first_difference({process: json.loads(text) for process, text in heard.items()}):
         raise ValueError(
             f"the processes do not agree on their {what}: {difference}; start all with the same program, arguments and files"
@@ -107,6 +102,51 @@ def check_first_update(variables: Variables) -> None:
         )
 
 
+class SameBatches:
+    """Whether the processes of a mesh give a call the same batches; each asks it of as many.
+
+    Shapes are compared each time, values where shapes are new. A global array is the same in all: of batches that have nothing
+    else only the first of each shape is asked for.
+
+    Args:
+      mesh: whose processes compare.
+      call: takes the batches; for the error.
+    """
+
+    def __init__(self, mesh: Mesh, call: str):
+        self._devices, self._call, self._seen = list(mesh.devices.flat), call, set()
+        self._alone = len({device.process_index for device in self._devices}) == 1
+
+    def __call__(self, batch: PyTree, number: str = "") -> None:
+        """Compare one batch; with its number, that all have as many.
+
+        Raises:
+          ValueError: in every process, with what differs, the processes on each side, and the remedy.
+          TimeoutError: naming the processes that did not come.
+        """
+        arrays = {name: x for name, x in named_leaves(batch).items() if is_array(x)}
+        shapes = str({name: (str(x.dtype), np.shape(x)) for name, x in arrays.items()})
+        new = shapes not in self._seen
+        if not self._alone and (new or any(map(_is_whole_here, arrays.values()))):
+            self._compare(({number: "there"} if number else {}) | _of_batch(arrays, values=new))
+        self._seen.add(shapes)
+
+    def walk(self, batches: Iterable[PyTree]) -> Iterator[PyTree]:
+        """Batches, each compared before it is handed out."""
+        for number, batch in enumerate(batches, 1):
+            self(batch, f"batch number {number}")
+            yield batch
+        self._compare({})
+
+    def _compare(self, said: dict[str, str]) -> None:
+        found = unlike(said, self._devices, f"batches of {self._call}")
+        if found:
+            lines = "".join(f"\n  {each}" for each in found[: 1 if found[0].startswith("batch number") else _SHOWN])
+            raise ValueError(
+                f"the processes do not give {self._call} the same batches:{lines}\nIt takes {_WHOLE_BATCH}"
+            )
+
+
 def _check_first(
     step: TrainStep | Differentiate,
     state: TrainState,
@@ -114,17 +154,16 @@ def _check_first(
     batch: PyTree,
     given: Mapping[str, str],
 ) -> None:
-    processes = tuple(sorted({device.process_index for device in step.mesh.devices.flat}))
-    if len(processes) == 1:
+    if len({device.process_index for device in step.mesh.devices.flat}) == 1:
         return
-    _meetings[processes] += 1
-    where = f"first step {processes} {_meetings[processes]}"
     text = program_text(trace(jax.tree.map(_shape, batch)))
     # Within a round of DiLoCo ranks are independent, but begin as one.
     own = {} if step.placement.plan.independent and state.rounds is None else given
     placed = {f"the first values of {name}": f"{crc} (checksum)" for name, crc in own.items()}
-    said = _of_plan(step) | _of_shapes(state) | placed | _of_values(state) | _of_batch(batch) | {PROGRAM: _digest(text)}
-    if found := differences(said, text.splitlines(), where, processes, jax.process_index()):
+    said = (
+        _of_plan(step) | _of_shapes(state) | placed | _of_values(state) | _of_batch(batch) | {PROGRAM: digest_of(text)}
+    )
+    if found := unlike(said, step.mesh.devices.flat, "first step", text.splitlines()):
         raise ValueError(_refusal(found))
     if unequal := CompareReplicas()(state):
         raise ValueError(_refusal([f"the value of arrays of the state: {each}" for each in unequal]))
@@ -160,7 +199,7 @@ def still_own(given: Mapping[str, str], resting: Mapping[str, Any]) -> dict[str,
 
 def program_hash(step: TrainStep, state: TrainState, batch: PyTree) -> str:
     """A digest of a training step as it is traced; nothing runs, and addresses of Python objects do not count."""
-    return _digest(program_text(step.trace(state, batch)))
+    return digest_of(program_text(step.trace(state, batch)))
 
 
 def program_text(traced: Any) -> str:
@@ -168,59 +207,6 @@ def program_text(traced: Any) -> str:
     jaxpr = traced.jaxpr
     held = [f"closed over: {_checksum(x) if _is_whole_here(x) else type(x).__name__}" for x in jaxpr.consts]
     return "\n".join([_in_same_words(str(jaxpr)), *held])
-
-
-def first_difference(said: Mapping[int, Mapping[str, Any]]) -> str | None:
-    """The first thing that is not the same in all, with the processes on each side; None when all agree.
-
-    >>> first_difference({0: {"seed": 1}, 1: {"seed": 2}, 2: {"seed": 1}})
-    'seed is 1 in process(es) [0, 2], 2 in process(es) [1]'
-    """
-    return next(_all_differences(said), None)
-
-
-def _all_differences(said: Mapping[int, Mapping[str, Any]]):
-    for name in dict.fromkeys(key for each in said.values() for key in each):
-        sides: dict[str, list[int]] = {}
-        for process, each in sorted(said.items()):
-            sides.setdefault(str(each.get(name, "not there")), []).append(process)
-        if len(sides) > 1:
-            yield f"{name} is " + ", ".join(f"{value} in process(es) {who}" for value, who in sides.items())
-
-
-def differences(
-    said: Mapping[str, str], lines: Sequence[str], where: str, processes: Sequence[int], me: int
-) -> list[str]:
-    """What differs between processes, in words, the same in all.
-
-    Only a digest travels where nothing does; of processes that say the same one speaks for all.
-
-    Args:
-      said: by this process, the most telling first.
-      lines: of its program, of which the first that differs is told.
-      where: a name for this comparison, used once.
-      processes: that compare, and `me` among them.
-
-    Raises:
-      TimeoutError: naming the processes that did not come.
-    """
-    heard = _exchange(f"{where}/digests/", "the first step", _digest(json.dumps(said)), processes, me, TIMEOUT)
-    speakers = {digest: process for process, digest in sorted(heard.items(), reverse=True)}
-    if len(speakers) == 1:
-        return []
-    speaks = me in speakers.values()
-    told = {**said, "lines": [_digest(line) for line in lines]}
-    spoken = _exchange(f"{where}/all/", "the first step", _packed(told) if speaks else None, processes, me, TIMEOUT)
-    known = {process: _unpacked(text) for process, text in spoken.items()}
-    hashes = [each.pop("lines") for _, each in sorted(known.items())]
-    place = next((i for i, row in enumerate(itertools.zip_longest(*hashes)) if len(set(row)) > 1), None)
-    found = list(_all_differences({process: known[speakers[digest]] for process, digest in heard.items()}))
-    if place is not None:
-        line = "".join(lines[place : place + 1]).strip()[:_LONGEST]
-        rows = _exchange(f"{where}/line/", "the first step", line if speaks else None, processes, me, TIMEOUT)
-        said_there = ", ".join(f"`{row}` in process {process}" for process, row in sorted(rows.items()))
-        found = [f"{each}, first in {said_there}" if each.startswith(PROGRAM) else each for each in found]
-    return found
 
 
 def _refusal(found: Sequence[str]) -> str:
@@ -253,38 +239,13 @@ def _arrays(state: TrainState) -> dict[str, jax.Array]:
     return {name: leaf for name, leaf in named_leaves(state).items() if isinstance(leaf, jax.Array)}
 
 
-def _of_batch(batch: PyTree) -> dict[str, str]:
+def _of_batch(batch: PyTree, *, values: bool = True) -> dict[str, str]:
     leaves = named_leaves(batch)
     said = {
         f"the batch's leaf {n or 'batch'}": f"{s.dtype}{list(s.shape)}" for n, x in leaves.items() for s in [_shape(x)]
     }
-    own = {n: x for n, x in leaves.items() if _is_whole_here(x)}
+    own = {n: x for n, x in leaves.items() if values and _is_whole_here(x)}
     return said | {f"the batch's values of {name or 'batch'}": f"{_checksum(x)} (checksum)" for name, x in own.items()}
-
-
-def _exchange(
-    folder: str, what: str, said: str | None, processes: Sequence[int], me: int, timeout: float
-) -> dict[int, str]:
-    """What those processes say that say something, by process, once all have come."""
-    client, folder = coordinator_client(), f"axonml_jax/same/{folder}"
-    if said is not None:
-        client.key_value_set(f"{folder}{me}", said)
-    come = f"{folder[:-1]} come/"
-    client.key_value_set(f"{come}{me}", "")
-    try:
-        client.wait_at_barrier(folder, int(1000 * timeout), list(processes))
-    except jax.errors.JaxRuntimeError as error:
-        missing = sorted(set(processes) - _heard(client, come).keys())
-        lost = lost_processes(error)
-        raise TimeoutError(
-            f"process(es) {lost or missing} did not come to compare their {what} within {timeout:g} s: they have failed, or "
-            "load or compile much longer than the others"
-        ) from error
-    return _heard(client, folder)
-
-
-def _heard(client: Any, folder: str) -> dict[int, str]:
-    return {int(key.rsplit("/", 1)[1]): text for key, text in client.key_value_dir_get(folder)}
 
 
 def _in_same_words(text: str) -> str:
@@ -295,18 +256,6 @@ def _in_same_words(text: str) -> str:
     """
     text = re.sub(r"0x[0-9a-f]+", "", text)
     return re.sub(r"\{([^{}:\n]*)\}", lambda found: "{" + ", ".join(sorted(found[1].split(", "))) + "}", text)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _packed(said: Any) -> str:
-    return base64.b64encode(zlib.compress(json.dumps(said).encode())).decode()
-
-
-def _unpacked(text: str) -> Any:
-    return json.loads(zlib.decompress(base64.b64decode(text)))
 
 
 def _is_whole_here(x: Any) -> bool:

@@ -89,8 +89,34 @@ def cases(rank, world):
         "gradients' rates": lambda: by_hand(rate=0.1 * (1 + rank)),
         "gradients, not synchronized": lambda: by_hand(accumulate=True, rate=0.1 * (1 + rank)),
         "gradients after a load": lambda: by_hand(later=rank),
+        "evaluated alike": lambda: evaluated(BATCH, [BATCH, short(3)], [BATCH, short(3), BATCH]),
+        "evaluated loader": lambda: evaluated(
+            *[ax.create_dataloader(BATCH, 4, ax.make_mesh(data=2), num_epochs=1)] * 2
+        ),
+        "evaluated rows": lambda: evaluated(short(5 + rank)),
+        "evaluated values": lambda: evaluated({"x": BATCH["x"] + rank}),
+        "evaluated values, later": lambda: evaluated(BATCH, short(5), {"x": BATCH["x"][:4] + rank}),
+        "validated rows": lambda: evaluated(BATCH, [BATCH, short(5 + rank)]),
+        "validated values": lambda: evaluated(BATCH, [{"x": BATCH["x"] + rank}]),
+        "validated numbers": lambda: evaluated(BATCH, [BATCH] * (1 + rank)),
+        "predicted values": lambda: evaluated(BATCH, [BATCH], [{"x": BATCH["x"] + rank}]),
+        "predicted numbers": lambda: evaluated(BATCH, [BATCH], [BATCH] * (2 - rank)),
         "independent": lambda: trainer(seed=rank, sync_strategy="no_sync").step(BATCH),
     }
+
+
+def short(rows):
+    return {"x": BATCH["x"][:rows]}
+
+
+def evaluated(*given):
+    """What a trainer evaluates: batches, then lists or loaders of them, to validate and then to predict on."""
+    made, lists = trainer(), [each for each in given if not isinstance(each, dict)]
+    for batch in given[: len(given) - len(lists)]:
+        made.evaluate(batch)
+    calls = made.validate, lambda batches: made.predict(batches, lambda model, batch: model(batch["x"]))
+    for batches, call in zip(lists, calls, strict=False):
+        call(batches)
 
 
 def by_hand(seed=0, loss=squares, batch=BATCH, key=0, rate=0.1, sync=False, accumulate=False, later=0):
