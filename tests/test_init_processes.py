@@ -166,3 +166,59 @@ def test_the_roll_call_ignores_strangers(token, more, monkeypatch):
         come = lambda: [stack.enter_context(stranger(port, **way)) for way in ways]
         assert call_the_roll(port, [(0, 2), (1, 2)], timeout=20, first=come) == [None] * 2
     assert time.monotonic() - begun < 10  # silent ones hold up nobody
+
+
+EXITS = """
+import sys
+from axonml_jax.mesh.join import when_exiting
+when_exiting(lambda code: print("told", repr(code), flush=True))
+for end in ("sys.exit(5)", "raise SystemExit(6)"):
+    try:
+        exec(end)
+    except SystemExit as error:
+        assert error.code in (5, 6) and error.args == (error.code,)
+        error.code = 7
+        assert error.code == 7
+exec(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    "end, told, status",
+    [
+        ("sys.exit(3)", "told 3\n", 3),
+        ("raise SystemExit(3)", "told 3\n", 3),
+        ("sys.exit('no file')", "told 'no file'\n", 1),
+        ("sys.exit()", "told None\n", 0),
+        ("raise SystemExit(0)", "told 0\n", 0),
+        ("pass", "", 0),
+        ("1 / 0", "", 1),
+    ],
+)
+def test_an_exit_that_nobody_catches_is_told_with_its_status(end, told, status):
+    done = subprocess.run([sys.executable, "-c", EXITS, end], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == (told, status), done.stderr
+
+
+LEAVES = """
+import sys, time, axonml_jax as ax
+world = ax.init(timeout=120)
+world.default_group().barrier()
+while world.rank == 0 and sys.argv[2] != "0":
+    time.sleep(0.1)
+exec(sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end, status", [("sys.exit(3)", 3), ("raise SystemExit('no file')", 1), ("sys.exit(0)", 0)])
+def test_a_process_that_exits_with_an_error_ends_the_job_and_others_wait_for_each_other(end, status, tmp_path):
+    (tmp_path / "work.py").write_text(LEAVES)
+    command = [sys.executable, "-m", "axonml_jax", "launch", "--nproc-per-node=2", "work.py", end, str(status)]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as launcher:
+        try:
+            _, error = launcher.communicate(timeout=120)
+        finally:
+            launcher.terminate()
+    assert launcher.returncode == status, error
+    assert not status or f"rank 1 failed first: exit code {status}" in error, error

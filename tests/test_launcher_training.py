@@ -162,7 +162,7 @@ UNLIKE = {  # what a first step says of processes that differ in one thing; None
     "gradients after a load": r"begin this training alike:\n  the first values of down/bias is",
     "evaluated alike": None,
     "evaluated loader": None,
-    "evaluated rows": r"give trainer.evaluate the same batches:\n  the batch's leaf x is float32\[5, 4\] in process\(es\) \[0\]",
+    "evaluated rows": r"give trainer.evaluate the same batches:\n  the batch's leaf x is float32\[5, 4\] in process",
     "evaluated values": r"batch's values of x is(.|\n)*It takes the whole batch",
     "evaluated values, later": r"give trainer.evaluate the same batches:\n  the batch's values of x is",
     "validated rows": r"give trainer.validate the same batches:\n  the batch's leaf x is float32\[5, 4\]",

@@ -691,8 +691,8 @@ class Trainer(Generic[M]):
             build = lambda: Predict(*given, fun, self.model._accept)
             # By identity: a callable need not be hashable, and the program keeps it alive.
             program = self._predictions[id(fun)] = self._predictions.get(id(fun)) or build()
-            given = _alike(self, "predict", under_users_mesh(batches))
-            return joined_rows([program(variables, batch) for batch in given])
+            alike = _alike(self, "predict", under_users_mesh(batches))
+            return joined_rows([program(variables, batch) for batch in alike])
 
     @contextmanager
     def averaged(self) -> Iterator[M]:

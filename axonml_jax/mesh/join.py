@@ -2,7 +2,9 @@
 
 import atexit
 import base64
+import ctypes
 import errno
+import gc
 import hashlib
 import hmac
 import itertools
@@ -218,7 +220,7 @@ def address_towards(host: str, port: int) -> str:
 # for it in a collective would hang there with them.
 # --------------------------------------------------------------------------------------------------
 
-_INTERRUPTED = 130
+_INTERRUPTED, _TERMINATED = 130, 143
 _LEFT = "axonml_jax/left/"
 _QUIET = 20.0
 _POLL = 0.2
@@ -226,7 +228,7 @@ _installed = threading.Event()
 
 
 def leave_on_error() -> None:
-    """From now on an uncaught exception ends this process as soon as its traceback is printed."""
+    """From now on an uncaught exception, or a SystemExit of an error, ends this process as soon as its traceback is printed."""
     if _installed.is_set():
         return
     _installed.set()
@@ -237,6 +239,47 @@ def leave_on_error() -> None:
         leave_now(_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
 
     sys.excepthook = hook
+    when_exiting(_leave_with)
+
+
+def when_exiting(tell: Callable[[Any], None]) -> None:
+    """Call `tell` with what a SystemExit that nobody catches carries (`code`), before any function of `atexit` runs.
+
+    Python has no hook for it: `sys.excepthook` is not called, `atexit` does not know the status, and `raise SystemExit(1)` does
+    not call `sys.exit`. But when none of a program's frames are left Python reads `code`, whose descriptor this replaces in the
+    dict under the type's read-only view.
+    """
+    (members,) = gc.get_referents(SystemExit.__dict__)
+    own = members["code"]
+
+    def code(error: SystemExit) -> Any:
+        found = own.__get__(error)
+        try:
+            sys._getframe(1)
+        except ValueError:  # nobody has called this but Python itself
+            tell(found)
+        return found
+
+    members["code"] = property(code, own.__set__, own.__delete__)
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
+    if sys.version_info < (
+        3,
+        12,
+    ):  # whose own function raises the type with a status, of which no exception is ever made
+        sys.exit = _exit
+
+
+def _exit(status: Any = None, /) -> NoReturn:
+    raise SystemExit(status)
+
+
+def _leave_with(code: Any) -> None:
+    """Leave at once with the status of an error; those of an `axonml-jax train` that a signal has stopped are orderly ends."""
+    if code in (None, 0, _INTERRUPTED, _TERMINATED):
+        return
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+    leave_now(code & 0xFF if isinstance(code, int) else 1)
 
 
 def leave_now(status: int) -> NoReturn:
