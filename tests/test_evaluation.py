@@ -207,14 +207,16 @@ def test_in_a_validation_a_batch_without_weight_counts_for_nothing_and_weights_t
     assert given == pytest.approx({name: (3 * one[name] + other[name]) / 4 for name in one}, rel=1e-12)
 
 
-def test_arrays_among_the_metrics_are_whole_in_an_evaluation_and_their_mean_in_a_validation():
+def test_arrays_among_the_metrics_are_whole_in_an_evaluation_and_those_with_rows_are_refused_in_a_validation():
     rows = lambda model, batch: (losses(model, batch).mean(), {"rows": losses(model, batch).mean(-1)})
     trainer = case("ddp, accumulated", "nnx").trainer(optax.sgd(0.1), rows)
     for batch in (batch_of(8), batch_of(7)):
         wanted = losses(Deep(), batch).mean(-1)
         np.testing.assert_allclose(trainer.evaluate(batch)["rows"], wanted, rtol=1e-12)
-    found = trainer.validate([batch_of(8), batch_of(7)])
-    assert found["rows"] == pytest.approx(found["loss"], rel=1e-12)
+    with pytest.raises(
+        ValueError, match=r"metric 'rows' has other shapes in other batches, \[\(7,\), \(8,\)\].*predict"
+    ):
+        trainer.validate([batch_of(8), batch_of(7)])
 
 
 # Predictions
@@ -304,3 +306,44 @@ def test_a_check_says_by_name_what_it_cannot_compare_and_why():
     own = ax.Plan(data=ax.Replicate(sync_strategy="no_sync"))
     alone = ax.parallelize(Deep(), mesh_of(data=4), own).trainer(optax.sgd(0.1), plain).check(batch_of(16))
     assert "everything: along data every rank trains a model of its own" in str(alone)
+
+
+def by_class(model, batch):
+    """A table of classes, a vector, a masked mean and a count."""
+    best, wanted = losses(model, batch).mean(1) > 1.0, batch["x"][:, 0, 0] > 0
+    table = jnp.zeros((2, 2)).at[wanted.astype(int), best.astype(int)].add(1.0)
+    mask = batch["mask"]
+    metrics = {"table": table, "shares": jnp.stack([best.mean(), wanted.mean()]), "count": wanted.sum()}
+    masked = ax.WeightedMean((losses(model, batch) * mask).sum(), mask.sum())
+    return losses(model, batch).mean(), metrics | {"masked": masked}
+
+
+def test_validation_keeps_the_shape_of_metrics_that_are_arrays():
+    trainer = ax.DDP(Net(), mesh_of(data=4)).trainer(optax.sgd(0.1), by_class)
+    batches = [batch_of(16), batch_of(8)]
+    found, each = trainer.validate(batches), [by_class(Net(), batch)[1] for batch in batches]
+    for name in ("table", "shares", "count"):  # as `evaluate` gives them, and by rows over batches
+        wanted = np.average([metrics[name] for metrics in each], axis=0, weights=[16, 8])
+        assert np.shape(found[name]) == wanted.shape
+        np.testing.assert_allclose(found[name], wanted, rtol=1e-6)
+    assert type(found["count"]) is type(found["loss"]) is float
+    assert sum(float(metrics["masked"].weight) for metrics in each) > 0
+    twice = trainer.validate(batches, weights=[3, 1])
+    np.testing.assert_allclose(twice["table"], (3 * each[0]["table"] + each[1]["table"]) / 4, rtol=1e-6)
+
+
+def test_validation_averages_over_models_and_not_over_an_array():
+    own = ax.Plan(data=ax.Replicate(sync_strategy="no_sync"))
+    trainer = ax.parallelize(Net(), mesh_of(data=4), own).trainer(optax.sgd(0.1), by_class)
+    batches = [batch_of(16), batch_of(8)]
+    found, each = trainer.validate(batches), [trainer.evaluate(batch) for batch in batches]
+    assert each[0]["table"].shape == (4, 2, 2)
+    wanted = np.average([np.mean(metrics["table"], 0) for metrics in each], axis=0, weights=[16, 8])
+    np.testing.assert_allclose(found["table"], wanted, rtol=1e-6)
+    assert found["shares"].shape == (2,) and type(found["masked"]) is float
+
+
+def test_validation_refuses_weights_that_are_not_one_for_each_batch():
+    trainer = ax.DDP(Net(), mesh_of(data=4)).trainer(optax.sgd(0.1), plain)
+    with pytest.raises(ValueError, match="1 batch, but 2 weights: give one for each"):
+        trainer.validate([batch_of(8)], weights=[1, 1])

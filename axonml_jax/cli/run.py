@@ -177,7 +177,7 @@ def fit(
                 if after is not None and jax.process_count() == 1:
                     after(step, metrics)
                 raise
-            metrics |= {f"valid_{name}": value for name, value in valid.items()}
+            metrics |= {f"valid_{name}": value for name, value in as_floats(valid).items()}
             metrics |= {} if watchdog is None else watchdog.slowest()
             yield Record(step, metrics)
             before, clock = step, time.perf_counter()

@@ -42,6 +42,7 @@ from axonml_jax.facade.trainer import AveragedParams, ParallelModel
 from axonml_jax.models.generate import Sampling
 from axonml_jax.models.transformer import counted
 from axonml_jax.sharding.layout import to_host
+from axonml_jax.training.compile import as_floats
 
 # --------------------------------------------------------------------------------------------------
 # A run's folder, opened to read: its configuration, and the model of one of its checkpoints on the devices of this job.
@@ -357,7 +358,7 @@ def eval_run(given: argparse.Namespace, flags: Sequence[str]) -> int:
         from_start(loader)
     own, targets, started = ground.own is not None, [], time.perf_counter()
     weights = targets if config.data.documents else None
-    metrics = trainer.validate(_counted(chain(islice(loader, count), rest), targets, own), weights)
+    metrics = as_floats(trainer.validate(_counted(chain(islice(loader, count), rest), targets, own), weights))
     jax.block_until_ready(model.variables)
     seconds = time.perf_counter() - started
     units, total = "examples" if own else "tokens", int(sum(targets))

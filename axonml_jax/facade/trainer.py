@@ -596,8 +596,8 @@ class Trainer(Generic[M]):
                 self._same_evaluated(batch)
             return handed_back(self._eval(self.model.values, batch).values)
 
-    def validate(self, batches: Iterable[PyTree], weights: Sequence[float] | None = None) -> dict[str, float]:
-        """The mean over all rows of the batches of everything `evaluate` returns; callbacks hear of it.
+    def validate(self, batches: Iterable[PyTree], weights: Sequence[float] | None = None) -> dict[str, Any]:
+        """The mean over all rows of the batches of everything `evaluate` returns, floats and arrays; callbacks hear of it.
 
         With `ema` the same of the averaged parameters too: `ema_loss` and so on. Within `averaged` it is of these alone.
 
@@ -606,7 +606,8 @@ class Trainer(Generic[M]):
           weights: what each batch counts for; None: a `WeightedMean` by its weight, anything else by the batch's rows.
 
         Raises:
-          ValueError: when there are no batches, or naming what is not the same in all processes.
+          ValueError: when there are no batches, not a weight for each, or naming a metric whose shape is not that of other
+            batches, or what is not the same in all processes.
         """
         with no_mesh_around(), folding:
             from axonml_jax.training.evaluate import mean_of
@@ -621,7 +622,8 @@ class Trainer(Generic[M]):
             for batch in _alike(self, "validate", under_users_mesh(batches)):
                 for before, variables in models.items():
                     seen[before].append(to_host(self._eval(variables, batch)))
-            each = {before: mean_of(results, weights) for before, results in seen.items()}
+            stacked = bool(self._placement.axes.independent)
+            each = {before: mean_of(results, weights, stacked=stacked) for before, results in seen.items()}
             found = {f"{before}{name}": value for before, means in each.items() for name, value in means.items()}
             self._tell("on_eval", metrics=found)
             return found

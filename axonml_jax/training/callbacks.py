@@ -27,7 +27,7 @@ class TrainingEvent:
       trainer: the trainer, whose state and model may be read.
       step: updates made so far; of `on_save` those that the checkpoint holds.
       metrics: of `on_step` what `Trainer.step` returned: arrays on the devices, and whoever reads one waits for the step. Of
-        `on_eval` the means over the validation, plain numbers. Else empty.
+        `on_eval` the means over the validation, floats, or NumPy arrays of metrics that are arrays. Else empty.
       path: of `on_save` the checkpoint, which is whole on disk, or of one at a URL that; else None.
       reason: of `on_end`: "finished", "stopped" (by a signal), "diverged" or "failed" (by an error); else None.
     """
@@ -238,7 +238,7 @@ class ProgressBar(Callback):
     def on_eval(self, event: TrainingEvent) -> None:
         """Leave a line with the validation's means."""
         if event.is_main_process:
-            found = "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
+            found = "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items() if np.ndim(value) == 0)
             self._keep(f"step {event.step}: validation {found}")
 
     def on_end(self, event: TrainingEvent) -> None:

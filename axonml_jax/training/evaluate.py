@@ -255,30 +255,48 @@ class Evaluated(NamedTuple):
         return Evaluated(values, weights, self.rows + other.rows)
 
 
-def mean_of(results: Sequence[Evaluated], weights: Sequence[float] | None = None) -> dict[str, float]:
-    """The mean of everything over batches, as if they were one; over models too where there are several (NO_SYNC).
+def mean_of(
+    results: Sequence[Evaluated], weights: Sequence[float] | None = None, *, stacked: bool = False
+) -> dict[str, Any]:
+    """The mean of everything over batches, as if they were one: a float, or an array of the metric's shape.
 
     Every process must call it.
 
     Args:
       results: of the batches.
       weights: what each counts for; None: a `WeightedMean` by its weight, all else by rows.
+      stacked: whether values are of several models (NO_SYNC), stacked along dim 0, over which they are averaged too.
 
     Raises:
-      ValueError: when there are no batches.
+      ValueError: when there are no batches, not a weight for each, or naming a metric that has another shape in another batch.
     """
     if not results:
         raise ValueError("there are no batches to evaluate on: a mean needs at least one")
+    if weights is not None and len(weights) != len(results):
+        raise ValueError(
+            f"{_counted(results, 'batch', 'es')}, but {_counted(weights, 'weight', 's')}: give one for each"
+        )
+    found = {name: _mean(name, results, weights, stacked) for name in results[0].values}
+    return {name: mean if np.ndim(mean) else float(mean) for name, mean in found.items()}
 
-    def of(name: str) -> float:
-        own = [each.weight(name) for each in results] if weights is None else weights
-        own = [np.asarray(each, np.float64) for each in own]
-        values = [np.asarray(each.values[name], np.float64) for each in results]
-        values = [x if x.shape == each.shape else x.mean() for x, each in zip(values, own, strict=True)]  # such as rows
-        total = sum(x * each for x, each in zip(values, own, strict=True))
-        return float(np.mean(per_weight(total, sum(own))))
 
-    return {name: of(name) for name in results[0].values}
+def _counted(many: Sequence[Any], one: str, ending: str) -> str:
+    return f"{len(many)} {one}{ending if len(many) != 1 else ''}"
+
+
+def _mean(name: str, results: Sequence[Evaluated], weights: Sequence[float] | None, stacked: bool) -> Any:
+    own = [each.weight(name) for each in results] if weights is None else weights
+    own = [np.asarray(each, np.float64) for each in own]
+    values = [np.asarray(each.values[name], np.float64) for each in results]
+    if len(shapes := sorted({x.shape for x in values})) > 1:
+        raise ValueError(
+            f"the metric {name!r} has other shapes in other batches, {shapes}, and no mean over them: what has rows is made "
+            "by trainer.predict(batches, predict_fn)"
+        )
+    by_model = stacked and bool(own[0].ndim)
+    values = [x.mean(0) if stacked and not by_model else x for x in values]
+    mean = per_weight(sum(x * each for x, each in zip(values, own, strict=True)), sum(own))
+    return np.mean(mean, 0) if by_model else mean
 
 
 class EvalStep:
