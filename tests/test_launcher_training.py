@@ -170,6 +170,14 @@ UNLIKE = {  # what a first step says of processes that differ in one thing; None
     "validated numbers": r"\n  batch number 2 is not there in process\(es\) \[0\], there in process\(es\) \[1\]\nIt takes",
     "predicted values": r"give trainer.predict the same batches:\n  the batch's values of x is",
     "predicted numbers": r"batch number 2 is there in process\(es\) \[0\], not there in process\(es\) \[1\]",
+    "loaders alike": None,
+    "loaders' seeds": r"rows of the same batches: seed is 0 in process\(es\) \[0\], 1 in process\(es\) \[1\]. Give",
+    "loaders' lengths": r"num_samples is 8 in process\(es\) \[0\], 4 in",
+    "loaders' sizes": "batch size is 2 in",
+    "loaders' epochs": "num_epochs is 1 in",
+    "loaders' last batches": "drop_last is True in",
+    "loaders' windows": "window is 1 in",
+    "loaders' positions": r"epoch is 0 in process\(es\) \[0\], 1 in process\(es\) \[1\]; samples is 4 in",
     "independent": None,
 }
 

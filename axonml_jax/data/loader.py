@@ -31,6 +31,7 @@ from axonml_jax.data.sampler import (
     stack_samples,
 )
 from axonml_jax.data.streams import Stream, StreamFeed, as_dataset, refuse_once_in_workers
+from axonml_jax.mesh.join import unlike
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.batch import BatchLayout
 
@@ -67,6 +68,11 @@ class Feed(Protocol):
     @property
     def batch_size(self) -> int:
         """B, over all processes."""
+        ...
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether samples that fill no batch are left out."""
         ...
 
     def first(self, epoch: int = 0) -> Any:
@@ -307,7 +313,9 @@ def create_dataloader(
       TypeError: the dataset has neither `__len__` and `__getitem__` nor `__iter__`, or is a generator that workers should read.
       ValueError: lists every argument out of range, or every array of a dict when lengths differ, before anything is loaded.
 
-    While iterating, an error of the dataset is a `RuntimeError` that names the worker and the sample.
+    While iterating, an error of the dataset is a `RuntimeError` that names the worker and the sample. Before the first batch,
+    and the first after `load_state_dict`, processes whose arguments, lengths or positions differ raise a `ValueError` that
+    names them.
     """
     samples = as_dataset(dataset)
     offenders = seed_offenders(seed)
@@ -364,6 +372,7 @@ class DataLoader:
         self._prefetch = prefetch
         self._position = feed.first()
         self._walker: object = None  # whose batch moved the position
+        self._compared = False
         self._loaded: tuple[int | None, object] = (
             None,
             object(),
@@ -378,6 +387,8 @@ class DataLoader:
         return self._feed.batches_per_epoch()
 
     def __iter__(self) -> Iterator[Any]:
+        if not self._compared:
+            self._compare()
         end, loaded, begins = self._end(), self._loaded, True
         while end is None or self._position.epoch < end:
             walker, drew = object(), False
@@ -396,6 +407,19 @@ class DataLoader:
             begins = loaded is not self._loaded and self._walker is None
             if loaded is not self._loaded:
                 end, _ = loaded = self._loaded
+
+    def _compare(self) -> None:
+        """Refuse processes that would not make rows of the same batches; at the first walk, and the first after a load."""
+        own = {name: value for name, value in asdict(self._position).items() if name != "place"}
+        said = self._feed.identity() | own | {"batch size": self._feed.batch_size, "drop_last": self._feed.drop_last}
+        said |= {"num_epochs": self.num_epochs}
+        devices = self.sharding.device_set
+        if found := unlike({name: str(value) for name, value in said.items()}, devices, "data loaders"):
+            raise ValueError(
+                f"the processes do not load rows of the same batches: {'; '.join(found)}. Give create_dataloader the same "
+                "data and arguments in every process, and load_state_dict the same position: each loads its own rows by itself"
+            )
+        self._compared = True
 
     def _end(self) -> int | None:
         """The epoch before which the walk from the position ends."""
@@ -447,7 +471,7 @@ class DataLoader:
             raise ValueError(
                 f"load_state_dict: epoch and samples must be whole numbers, not those of {state}"
             ) from None
-        self._walker, self._loaded = None, (self._end(), object())
+        self._walker, self._loaded, self._compared = None, (self._end(), object()), False
 
 
 def _batch_offenders(size: int, layout: BatchLayout, num_samples: int | None, drop_last: bool) -> list[str]:

@@ -458,6 +458,11 @@ class Fetch:
             return own(position.epoch, places, shuffle=self.shuffle, seed=self.seed).tolist()
         return _cached_order(self.batching.num_samples, self.shuffle, self.seed, position.epoch)[places].tolist()
 
+    @property
+    def drop_last(self) -> bool:
+        """Whether samples that fill no batch are left out."""
+        return self.batching.drop_last
+
     def identity(self) -> dict[str, int | bool | str]:
         """What gives a position its meaning."""
         content = getattr(self.dataset, "fingerprint", None)

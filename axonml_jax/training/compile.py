@@ -635,7 +635,7 @@ def refuse_moved(model: Functional, before: PyTree, after: PyTree, again: Callab
 # --------------------------------------------------------------------------------------------------
 
 
-def as_floats(metrics: Mapping[str, jax.Array]) -> dict[str, float]:
+def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Metrics as floats; the mean over models where there are several (NO_SYNC). Every process must call it."""
     return {name: float(np.mean(value, dtype=np.float64)) for name, value in to_host(dict(metrics)).items()}
 

@@ -101,6 +101,14 @@ def cases(rank, world):
         "validated numbers": lambda: evaluated(BATCH, [BATCH] * (1 + rank)),
         "predicted values": lambda: evaluated(BATCH, [BATCH], [{"x": BATCH["x"] + rank}]),
         "predicted numbers": lambda: evaluated(BATCH, [BATCH], [BATCH] * (2 - rank)),
+        "loaders alike": lambda: [*loader()],
+        "loaders' seeds": lambda: [*loader(seed=rank)],
+        "loaders' lengths": lambda: [*loader(rows=8 - 4 * rank)],
+        "loaders' sizes": lambda: [*loader(size=2 + 2 * rank)],
+        "loaders' epochs": lambda: [*loader(num_epochs=1 + rank)],
+        "loaders' last batches": lambda: [*loader(size=6, drop_last=rank == 0)],
+        "loaders' windows": lambda: [*loader(stream=True, shuffle_window=1 + rank)],
+        "loaders' positions": lambda: loaded(rank),
         "independent": lambda: trainer(seed=rank, sync_strategy="no_sync").step(BATCH),
     }
 
@@ -117,6 +125,23 @@ def evaluated(*given):
     calls = made.validate, lambda batches: made.predict(batches, lambda model, batch: model(batch["x"]))
     for batches, call in zip(lists, calls, strict=False):
         call(batches)
+
+
+def loader(size=4, rows=8, stream=False, num_epochs=1, **options):
+    samples = [{"x": row} for row in BATCH["x"][:rows]]
+    given = (lambda: iter(samples)) if stream else samples
+    return ax.create_dataloader(given, size, ax.make_mesh(data=2), num_epochs=num_epochs, **options)
+
+
+def loaded(rank):
+    """A loader that goes on from another position in each process."""
+    made = loader()
+    batches = iter(made)
+    next(batches)
+    if rank:
+        next(batches)
+    made.load_state_dict(made.state_dict())
+    return [*made]
 
 
 def by_hand(seed=0, loss=squares, batch=BATCH, key=0, rate=0.1, sync=False, accumulate=False, later=0):
