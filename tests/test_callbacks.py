@@ -50,6 +50,13 @@ def test_they_hear_of_steps_validations_saves_and_then_the_end(heard, tmp_path, 
     assert heard[-1][:2] == ("on_step", 3)
 
 
+def test_ctrl_c_stops_a_training_and_does_not_fail_it(heard):
+    trainer = model(data=8).trainer(optax.sgd(0.01), squares, callbacks=[Notes()])
+    with pytest.raises(KeyboardInterrupt), trainer:
+        raise KeyboardInterrupt
+    assert heard[-1][0] == "on_end" and heard[-1][4] == "stopped"
+
+
 def test_an_error_ends_the_training_after_the_checkpoint_under_way(heard, tmp_path):
     trainer = model(data=8).trainer(optax.sgd(0.01), squares, callbacks=[Notes("on_eval")])
     said = r"callback Notes.on_eval failed after step 1: ValueError: enough \(.*own_parts.py:\d+\)"

@@ -347,3 +347,16 @@ def test_validation_refuses_weights_that_are_not_one_for_each_batch():
     trainer = ax.DDP(Net(), mesh_of(data=4)).trainer(optax.sgd(0.1), plain)
     with pytest.raises(ValueError, match="1 batch, but 2 weights: give one for each"):
         trainer.validate([batch_of(8)], weights=[1, 1])
+
+
+def test_a_loader_without_end_is_refused_where_it_would_be_walked_to_its_end():
+    trainer, mesh = ax.DDP(Net(), mesh_of(data=4)).trainer(optax.sgd(0.1), plain), mesh_of(data=4)
+    batch = batch_of(16)
+    for call, walk in (
+        ("validate", trainer.validate),
+        ("predict", lambda it: trainer.predict(it, lambda m, b: m(b["x"]))),
+    ):
+        with pytest.raises(ValueError, match=f"trainer.{call} walks to the end.*give it num_epochs=1"):
+            walk(ax.create_dataloader(batch, 8, mesh))
+    found = trainer.validate(ax.create_dataloader(batch, 8, mesh, num_epochs=1))
+    np.testing.assert_allclose(found["loss"], plain(Net(), batch), rtol=1e-12)

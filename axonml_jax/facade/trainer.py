@@ -504,7 +504,7 @@ class Trainer(Generic[M]):
         return self
 
     def __exit__(self, kind: Any, *exception: Any) -> None:
-        self.finish("finished" if kind is None else "failed")
+        self.finish("finished" if kind is None else "stopped" if issubclass(kind, KeyboardInterrupt) else "failed")
 
     # Checkpoints
 
@@ -619,7 +619,7 @@ class Trainer(Generic[M]):
                     "trainer.validate takes batches, one after another: [batch], or a loader; trainer.evaluate takes one"
                 )
             seen: dict[str, list[Evaluated]] = {before: [] for before in models}
-            for batch in _alike(self, "validate", under_users_mesh(batches)):
+            for batch in _walked(self, "validate", batches):
                 for before, variables in models.items():
                     seen[before].append(to_host(self._eval(variables, batch)))
             stacked = bool(self._placement.axes.independent)
@@ -693,8 +693,7 @@ class Trainer(Generic[M]):
             build = lambda: Predict(*given, fun, self.model._accept)
             # By identity: a callable need not be hashable, and the program keeps it alive.
             program = self._predictions[id(fun)] = self._predictions.get(id(fun)) or build()
-            alike = _alike(self, "predict", under_users_mesh(batches))
-            return joined_rows([program(variables, batch) for batch in alike])
+            return joined_rows([program(variables, batch) for batch in _walked(self, "predict", batches)])
 
     @contextmanager
     def averaged(self) -> Iterator[M]:
@@ -762,8 +761,17 @@ class Trainer(Generic[M]):
         return self.train_step.minimum_traffic()
 
 
-def _alike(trainer: Trainer, call: str, batches: Iterable[PyTree]) -> Iterable[PyTree]:
-    """Batches that all processes must give alike, compared one by one where there are several."""
+def _walked(trainer: Trainer, call: str, batches: Iterable[PyTree]) -> Iterable[PyTree]:
+    """Batches under the user's mesh, which all processes must give alike: compared one by one where there are several.
+
+    Raises:
+      ValueError: for a loader without end.
+    """
+    if getattr(batches, "num_epochs", 1) is None:  # a loader's
+        raise ValueError(
+            f"trainer.{call} walks to the end, and the loader has none (num_epochs=None): give it num_epochs=1"
+        )
+    batches = under_users_mesh(batches)
     if jax.process_count() == 1:
         return batches
     from axonml_jax.training.same_everywhere import SameBatches
