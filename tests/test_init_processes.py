@@ -170,7 +170,7 @@ def test_the_roll_call_ignores_strangers(token, more, monkeypatch):
 
 EXITS = """
 import sys
-from axonml_jax.mesh.join import when_exiting
+from axonml_jax.compat.processes import when_exiting
 when_exiting(lambda code: print("told", repr(code), flush=True))
 for end in ("sys.exit(5)", "raise SystemExit(6)"):
     try:

@@ -1,13 +1,16 @@
 """Processes at JAX's edge: the coordination service, compiled programs that are kept, the platform."""
 
+import ctypes
 import functools
+import gc
 import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from types import FunctionType, SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 # --------------------------------------------------------------------------------------------------
 # JAX's connection to the coordinator of a job of several processes: its key-value store and its barriers.
@@ -177,3 +180,37 @@ def let_gloo_listen_on(**where: str) -> None:
     make = _jax.make_gloo_tcp_collectives
     make = make.func if isinstance(make, functools.partial) else make
     _jax.make_gloo_tcp_collectives = functools.partial(make, **where)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# --------------------------------------------------------------------------------------------------
+# The end of a process by SystemExit, of which Python tells nobody: neither `sys.excepthook` nor `atexit` knows the status.
+# --------------------------------------------------------------------------------------------------
+
+
+def when_exiting(tell: Callable[[Any], None]) -> None:
+    """Call `tell` with the `code` of a SystemExit that nobody catches, whoever raises it, before any function of `atexit` runs.
+
+    CPython reads `code` when none of a program's frames are left. That attribute's descriptor is replaced in the dict under the
+    type's read-only view. Where an interpreter has another way nothing is changed, and `tell` is not called.
+    """
+    members: Any = next(iter(gc.get_referents(SystemExit.__dict__)), None)
+    own = members.get("code") if isinstance(members, dict) else None
+    if own is None or not hasattr(own, "__set__"):
+        return
+
+    def code(error: SystemExit) -> Any:
+        found = own.__get__(error)
+        try:
+            sys._getframe(1)
+        except ValueError:  # nobody has called this but Python itself
+            tell(found)
+        return found
+
+    members["code"] = property(code, own.__set__, own.__delete__)
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
+    if sys.version_info < (3, 12):  # whose `sys.exit` raises the type and a status, of which no exception is made
+        sys.exit = _exit
+
+
+def _exit(status: Any = None, /) -> NoReturn:
+    raise SystemExit(status)

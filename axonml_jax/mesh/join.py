@@ -2,9 +2,7 @@
 
 import atexit
 import base64
-import ctypes
 import errno
-import gc
 import hashlib
 import hmac
 import itertools
@@ -28,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from axonml_jax.compat.processes import coordinator_client, let_gloo_listen_on, lost_processes
+from axonml_jax.compat.processes import coordinator_client, let_gloo_listen_on, lost_processes, when_exiting
 
 # --------------------------------------------------------------------------------------------------
 # What the processes of a job say to each other: one JSON object per line, sealed with the job's token where there is
@@ -240,37 +238,6 @@ def leave_on_error() -> None:
 
     sys.excepthook = hook
     when_exiting(_leave_with)
-
-
-def when_exiting(tell: Callable[[Any], None]) -> None:
-    """Call `tell` with what a SystemExit that nobody catches carries (`code`), before any function of `atexit` runs.
-
-    Python has no hook for it: `sys.excepthook` is not called, `atexit` does not know the status, and `raise SystemExit(1)` does
-    not call `sys.exit`. But when none of a program's frames are left Python reads `code`, whose descriptor this replaces in the
-    dict under the type's read-only view.
-    """
-    (members,) = gc.get_referents(SystemExit.__dict__)
-    own = members["code"]
-
-    def code(error: SystemExit) -> Any:
-        found = own.__get__(error)
-        try:
-            sys._getframe(1)
-        except ValueError:  # nobody has called this but Python itself
-            tell(found)
-        return found
-
-    members["code"] = property(code, own.__set__, own.__delete__)
-    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
-    if sys.version_info < (
-        3,
-        12,
-    ):  # whose own function raises the type with a status, of which no exception is ever made
-        sys.exit = _exit
-
-
-def _exit(status: Any = None, /) -> NoReturn:
-    raise SystemExit(status)
 
 
 def _leave_with(code: Any) -> None:
