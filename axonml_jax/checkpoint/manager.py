@@ -619,12 +619,12 @@ class CheckpointManager:
         self.claim()
         if self._failures.in_a_row:  # what could not be removed then
             self._team.decide(f"tidy {self.folder}", partial(tidy, self.folder))
-        self._team.decide(f"save step {step}", partial(abandon_above, self.folder, step))
         self._saving = Saving(
             *(path_of(self.folder, step), leaves, manifest, self._team, self._saver),
             replace=True,
             verify=self._verify,
             owner=self._owner,
+            begun=partial(abandon_above, self.folder, step),
             placed=self._place.placed and partial(self._place.placed, step),
             committed=partial(self._place.committed, step),
         )

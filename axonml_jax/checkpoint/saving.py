@@ -247,6 +247,7 @@ class Saving:
       replace: whether an existing checkpoint may be replaced.
       verify: read the files again, past the system's cache, before the checkpoint counts.
       owner: in the main process, of the folder that the checkpoint goes into; None: this save alone is owned.
+      begun: runs in the main process before anything is written.
       placed: runs in the main process when the folder has its name, however long it takes; only then the checkpoint counts.
       committed: runs in the main process after that.
 
@@ -267,6 +268,7 @@ class Saving:
         replace: bool = False,
         verify: bool = False,
         owner: Ownership | None = None,
+        begun: Callable[[], None] | None = None,
         placed: Callable[[], None] | None = None,
         committed: Callable[[], None] | None = None,
     ):
@@ -276,7 +278,7 @@ class Saving:
         self._owner, self._shared, self._verify = owner, owner is not None, verify
         self._error: BaseException | None = None
         try:
-            team.decide(f"save {folder}", lambda: self._make_room(replace))
+            team.decide(f"save {folder}", lambda: self._make_room(replace, begun))
         except FileExistsError:
             raise
         except OSError as error:
@@ -325,7 +327,7 @@ class Saving:
             error, self._error = self._error, None
             raise OSError(f"saving {self.folder} failed: {error}") from error
 
-    def _make_room(self, replace: bool) -> None:
+    def _make_room(self, replace: bool, begun: Callable[[], None] | None) -> None:
         """In the main process, before anything is written."""
         if self._owner is None:
             self._owner = Ownership(record_of(self.folder), self.folder)
@@ -340,6 +342,8 @@ class Saving:
                     raise FileExistsError(
                         f"{path} is no checkpoint (it has no {NAME}), and is not replaced: choose another name, or remove it"
                     )
+            if begun is not None:
+                begun()
             _make_empty(self._unfinished)
         except BaseException:
             self._let_go()
