@@ -116,7 +116,10 @@ OPTIONS = {
     "a mesh inside a plan": (lambda: ax.Plan(mesh=mesh(data=2)), ["ax.MeshShape", "beside the plan"]),
     "a pipeline and rules that are none": (
         lambda: ax.Plan(pipe="1f1b", partition={"kernel": "tensor"}),
-        ["pipe='1f1b' must be an ax.Pipelined", "partition={'kernel': 'tensor'} must be made by Partition.of"],
+        [
+            "pipe='1f1b' must be an ax.Pipelined",
+            "partition={'kernel': 'tensor'}: rules are pairs of a regular expression",
+        ],
     ),
     "arrays for flags and choices": (
         lambda: ax.Plan(broadcast_buffers=np.ones(3), remat=np.ones(2), update=np.zeros(2)),

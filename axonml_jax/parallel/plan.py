@@ -486,9 +486,9 @@ class Plan:
 
     def __post_init__(self):
         object.__setattr__(self, "precision", Precision.of(self.precision))
-        if isinstance(self.partition, Mapping):
-            object.__setattr__(self, "partition", Partition.of(self.partition))
-        problems, offloads = [], [each.value for each in CPUOffload]
+        partition, problems = _as_rules(self.partition)
+        object.__setattr__(self, "partition", partition)
+        offloads = [each.value for each in CPUOffload]
         if not is_choice(CPUOffload, self.offload):
             problems.append(f"offload={self.offload!r} must be an ax.CPUOffload or one of {offloads}")
         else:
@@ -746,6 +746,14 @@ _OF_KIND = {
     "mesh": (MeshShape, "an ax.MeshShape of degrees (give a Mesh beside the plan)"),
     "partition": (Partition, "a mapping of regular expressions of parameter names to PartitionSpecs"),
 }
+
+
+def _as_rules(given: Any) -> tuple[Any, list[str]]:
+    """The rules that a mapping says, and what is wrong with it."""
+    try:
+        return (Partition.of(given) if isinstance(given, Mapping) else given), []
+    except (TypeError, ValueError) as error:
+        return None, [f"partition={given!r}: {error}"]
 
 
 def _is_whole(value: Any) -> bool:
