@@ -191,7 +191,7 @@ LLAMA3_405B = replace(
 
 
 def gpus() -> None:
-    """Steps on GPUs: seconds that were measured, as the planner takes them where nobody measured, and by the rates of a step."""
+    """Steps on GPUs: seconds as measured, as the planner has them where nobody measured, and by the rates of one step."""
     h100, h200 = HARDWARE["h100"], HARDWARE["h200"]
     slower = replace(h100, memory_bandwidth=2.4e12)
     gpt2, llama = replace(preset("gpt2-small"), vocab_size=50_304), preset("llama3-8b")
