@@ -360,6 +360,7 @@ class Trainer(Generic[M]):
         self._callbacks, self._made, self._ended = checked(callbacks), 0, False
         self._compared: int | None = None  # the model's loads when the processes compared what they begin with
         self._same_evaluated: Callable[[PyTree], None] | None = None
+        self._same_trained: Callable[[PyTree], None] | None = None
         self._saves: list[Callable[[], None]] = []
         self._steps: dict[bool | None, TrainStep] = {}
         self._predictions: dict[int, Predict] = {}
@@ -549,7 +550,7 @@ class Trainer(Generic[M]):
         Raises:
           ValueError: when the batch does not divide; when arrays that the loss reads outside of model and batch were changed
             since it was compiled; at the first step and the first after a load or restore, naming what is not the same in all
-            processes: leaves, plan, program, first values, batch.
+            processes: leaves, plan, program, first values, batch; and the values of batches of a new shape and of steps 2, 3, 5, 9 and so on.
         """
         batch = one_batch(parts)
         if self.hollow:
@@ -559,6 +560,8 @@ class Trainer(Generic[M]):
         if self._compared != self.model.loads:
             with folding:
                 self._compare(batch)
+        elif self._same_trained is not None:
+            self._same_trained(batch)
         made, state = self._made, self.state
         with folding:
             state, metrics = self.train_step(replace(state, variables=self.model.give_up()), batch)
@@ -574,9 +577,10 @@ class Trainer(Generic[M]):
     def _compare(self, batch: PyTree) -> None:
         """Before the first step, and the first after a load or restore: do all processes begin alike?"""
         if jax.process_count() > 1:
-            from axonml_jax.training.same_everywhere import check_first_step
+            from axonml_jax.training.same_everywhere import SameBatches, check_first_step
 
             check_first_step(self.train_step, self.state, batch, self.model._given)
+            self._same_trained = self._same_trained or SameBatches(self.model.mesh, "trainer.step").sometimes
         self._compared = self.model.loads
 
     def evaluate(self, *parts: PyTree) -> Metrics:
@@ -960,6 +964,7 @@ class ParallelModel(SavedModel):
         self._mode: bool | None = None
         self._syncing, self._lent = True, False
         self._compared: int | None = None  # the loads when processes compared what a loop of gradients begins with
+        self._same: Callable[[PyTree], None] | None = None
         self._updated: bool | None = False  # whether that loop's first update is still to be compared; None: to be made
         self._newest_trainer: Callable[[], Trainer | None] = lambda: None
 
@@ -1181,12 +1186,15 @@ class ParallelModel(SavedModel):
 
     def _compare(self, program: "Differentiate", variables: Variables, key: jax.Array, batch: PyTree) -> None:
         """Do all processes begin alike, before a loop's first gradients and the first after a load? After its first update?"""
-        from axonml_jax.training.same_everywhere import check_first_gradients, check_first_update
+        from axonml_jax.training.same_everywhere import SameBatches, check_first_gradients, check_first_update
 
+        self._same = self._same or SameBatches(self.mesh, "value_and_grad").sometimes
         if self._compared != self.loads:
             check_first_gradients(program, variables, key, batch, self._given)
             self._compared, self._updated = self.loads, None
-        elif self._updated:
+        else:
+            self._same(batch)
+        if self._updated:
             check_first_update(variables)
             self._updated = False
 

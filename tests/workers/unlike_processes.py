@@ -78,6 +78,9 @@ def cases(rank, world):
         "plans": lambda: trainer((ax.DDP, ax.FSDP)[rank]).step(BATCH),
         "rows": lambda: trainer().step({"x": BATCH["x"][: 4 + 4 * rank]}),
         "values of rows": lambda: trainer().step({"x": BATCH["x"] + rank}),
+        "values of later rows": lambda: steps(*[BATCH] * 4, {"x": BATCH["x"] + rank}),
+        "values of last rows": lambda: steps(BATCH, BATCH, BATCH, {"x": BATCH["x"][:4] + rank}),
+        "later rows alike": lambda: steps(*[{"x": BATCH["x"] + i} for i in range(9)], {"x": BATCH["x"][:4]}),
         "restored": restored,
         "rounds": lambda: rounds(rank).step(BATCH),
         "gradients alike": lambda: by_hand(),
@@ -85,6 +88,7 @@ def cases(rank, world):
         "gradients' synchronized seeds": lambda: by_hand(seed=rank, sync=True),
         "gradients' losses": lambda: by_hand(loss=(squares, sizes)[rank]),
         "gradients' rows": lambda: by_hand(batch={"x": BATCH["x"] + rank}),
+        "gradients' later rows": lambda: by_hand(other=rank),
         "gradients' keys": lambda: by_hand(key=rank),
         "gradients' rates": lambda: by_hand(rate=0.1 * (1 + rank)),
         "gradients, not synchronized": lambda: by_hand(accumulate=True, rate=0.1 * (1 + rank)),
@@ -111,6 +115,12 @@ def cases(rank, world):
         "loaders' positions": lambda: loaded(rank),
         "independent": lambda: trainer(seed=rank, sync_strategy="no_sync").step(BATCH),
     }
+
+
+def steps(*batches):
+    made = trainer()
+    for batch in batches:
+        made.step(batch)
 
 
 def short(rows):
@@ -144,7 +154,7 @@ def loaded(rank):
     return [*made]
 
 
-def by_hand(seed=0, loss=squares, batch=BATCH, key=0, rate=0.1, sync=False, accumulate=False, later=0):
+def by_hand(seed=0, loss=squares, batch=BATCH, key=0, rate=0.1, sync=False, accumulate=False, later=0, other=0):
     """Three updates of a loop of one's own."""
     model = ax.DDP(Net(seed), seed=key)
     if sync:
@@ -157,6 +167,7 @@ def by_hand(seed=0, loss=squares, batch=BATCH, key=0, rate=0.1, sync=False, accu
                 grads = model.sync_gradients(gradients(batch)[1])
         else:
             grads = gradients(batch)[1]
+            batch = {"x": batch["x"] + other}
         model.set_parameters(jax.tree.map(lambda p, g: p - rate * g, model.parameters(), grads))
         if step == 1 and later:
             model.load_state_dict({name: x + later for name, x in model.state_dict().items()})
