@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -399,6 +400,28 @@ def test_a_run_that_goes_back_keeps_what_it_saves_then_and_puts_what_it_left_asi
     aside = [name for name in names(tmp_path) if "." in name]
     assert aside == [f"step_000000{step}.abandoned" for step in (28, 30, 40)]
     assert "step 25 is saved, and there are checkpoints of later steps, [30, 40], which the run" in caplog.text
+
+
+def test_a_state_alone_and_a_whole_trainer_are_told_apart(tmp_path):
+    """A manager that was asked to restore a `TrainState` made one, dropped it, and the run began anew."""
+    trainer = ax.DDP(Weights(1), ax.make_mesh(data=8)).trainer(
+        optax.sgd(0.1), lambda m, b: jnp.mean(m.w[...] * b[:, None])
+    )
+    with ax.CheckpointManager(tmp_path, every=1, asynchronous=False) as manager:
+        manager.save(1, trainer.state)
+        manager.save(2, trainer)
+        with pytest.raises(TypeError, match=rf"a TrainState is not filled\. ax\.restore\(path, .* in {tmp_path}"):
+            manager.restore(trainer.state)
+        with pytest.raises(
+            ValueError, match=r"state alone: state = ax\.restore\('.*step_00000001', trainer\.state\) reads"
+        ):
+            manager.restore(trainer, step=1)
+    with pytest.raises(
+        ValueError, match=r"not saved of a trainer's state: ax\.restore\('.*step_00000002', trainer\) takes"
+    ):
+        ax.restore(tmp_path / "step_00000002", trainer.state)
+    state = ax.restore(tmp_path / "step_00000001", trainer.state)
+    assert float(state.params["w"][0, 0]) == 1
 
 
 def saved_by_a_manager(folder):

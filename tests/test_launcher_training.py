@@ -201,6 +201,42 @@ def test_a_first_step_names_what_differs_between_processes():
         assert not wrong
 
 
+GOES_BACK = """
+import sys
+import jax, jax.numpy as jnp, optax
+from flax import nnx
+import axonml_jax as ax
+
+world = ax.init()
+model = ax.FSDP(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+trainer = model.trainer(optax.sgd(0.1), lambda model, batch: jnp.mean(model(batch) ** 2))
+
+def save(manager, steps):
+    for step in steps:
+        trainer.step(jnp.ones((4, 4)))
+        manager.save(step, trainer)
+
+with ax.CheckpointManager(sys.argv[1], keep=4) as manager:
+    save(manager, (1, 2, 3, 4))
+with ax.CheckpointManager(sys.argv[1], keep=4) as manager:
+    manager.restore(trainer, step=2)
+    save(manager, (3, 5))
+with ax.CheckpointManager(sys.argv[1]) as manager:
+    print(manager.steps, manager.restore(trainer).step, int(trainer.state.step))
+ax.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_go_back_put_what_they_left_aside_together(tmp_path):
+    (tmp_path / "work.py").write_text(GOES_BACK)
+    done = axonml("launch", "--nproc-per-node=2", "work.py", str(tmp_path / "run"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [line.split("] ", 1)[1] for line in done.stdout.splitlines()] == ["[1, 2, 3, 5] 5 4"] * 2
+    aside = sorted(each.name for each in (tmp_path / "run").iterdir() if "." in each.name)
+    assert aside == ["step_00000003.abandoned", "step_00000004.abandoned"]
+
+
 class Meeting:
     """A coordinator of threads."""
 

@@ -36,6 +36,9 @@ from axonml_jax.sharding.layout import Checkpointable, Leaf, to_stored
 MODEL = "model/"
 """What the names of a model's arrays start with; the rest is their name in its `state_dict`."""
 
+STATE = "variables/"
+"""What the names of a `TrainState` that is saved as any pytree start with."""
+
 AVERAGE = "ema/"
 """What the names of a trainer's moving averages start with; the rest is their parameter's name."""
 
@@ -56,6 +59,11 @@ def leaves_of(thing: Any) -> dict[str, Leaf]:
     if not named:
         raise ValueError(f"a {type(thing).__name__} without arrays cannot be saved or restored")
     return {name: Leaf(leaf) for name, leaf in named.items()}
+
+
+def takes_arrays(thing: Any) -> bool:
+    """Whether `filled` fills the very object: a trainer, parallel model or NNX module; any other pytree is made anew."""
+    return isinstance(thing, Checkpointable | nnx.Module)
 
 
 def filled(thing: Any, arrays: Mapping[str, Any]) -> Any:
@@ -81,7 +89,7 @@ def scope_of(thing: Any, wanted: Collection[str]) -> str:
       thing: what is restored.
       wanted: its arrays' names.
     """
-    is_model = isinstance(thing, Checkpointable | nnx.Module) and all(name.startswith(MODEL) for name in wanted)
+    is_model = takes_arrays(thing) and all(name.startswith(MODEL) for name in wanted)
     return MODEL if is_model else ""
 
 
@@ -1070,6 +1078,14 @@ def refused(where: str, found: Mapping[str, Mapping[str, str]], accept: Collecti
     lines = listing({kind: names for kind, names in found.items() if kind not in accept})
     if not lines:
         return None
+    saved, wanted = (any(n.startswith(STATE) for n in found.get(kind, {})) for kind in ("unexpected", "missing"))
+    if saved != wanted:
+        lines.append(
+            f"it was saved of a trainer's state alone: state = ax.restore({where!r}, trainer.state) reads it, and what "
+            "ax.save(path, trainer) saves fits trainers under every plan"
+            if saved
+            else f"it was not saved of a trainer's state: ax.restore({where!r}, trainer) takes it"
+        )
     kinds = tuple(kind for kind, names in found.items() if names and kind not in accept)
     return (
         f"{where} does not fit what shall take it:\n" + "\n".join(lines) + "\naccept="

@@ -36,6 +36,7 @@ from axonml_jax.checkpoint.format import (
     rounded,
     scope_of,
     step_number,
+    takes_arrays,
 )
 from axonml_jax.checkpoint.ownership import Ownership
 from axonml_jax.checkpoint.places import is_url, place_of, read_from, write_to
@@ -591,8 +592,14 @@ class CheckpointManager:
         Raises:
           FileNotFoundError: when the step that was asked for is not there.
           DamagedCheckpoint: when it is damaged, or when all are.
+          TypeError: for what would be made anew, not filled.
           ValueError: listing every array that does not fit.
         """
+        if not takes_arrays(like):
+            raise TypeError(
+                "CheckpointManager.restore fills a trainer, a parallel model or an NNX module and returns what the checkpoint "
+                f"says: a {type(like).__name__} is not filled. ax.restore(path, like) returns a new one, of a path in {self.place}"
+            )
         self.settle()
         failed = None
         with closing(self._place.offers(step, self.best, self.mode, self.claim)) as offers:

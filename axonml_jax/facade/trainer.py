@@ -550,7 +550,8 @@ class Trainer(Generic[M]):
         Raises:
           ValueError: when the batch does not divide; when arrays that the loss reads outside of model and batch were changed
             since it was compiled; at the first step and the first after a load or restore, naming what is not the same in all
-            processes: leaves, plan, program, first values, batch; and the values of batches of a new shape and of steps 2, 3, 5, 9 and so on.
+            processes: leaves, plan, program, first values, batch; and where batches of a new shape, or of steps 2, 3, 5, 9 and
+            so on, differ.
         """
         batch = one_batch(parts)
         if self.hollow:
