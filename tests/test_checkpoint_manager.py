@@ -398,8 +398,8 @@ def test_a_run_that_goes_back_keeps_what_it_saves_then_and_puts_what_it_left_asi
         assert value(ax.restore(tmp_path / "step_00000040.abandoned", Weights())) == 40
         shutil.copytree(tmp_path / "step_00000028", tmp_path / "step_00000020")
     aside = [name for name in names(tmp_path) if "." in name]
-    assert aside == [f"step_000000{step}.abandoned" for step in (28, 30, 40)]
-    assert "step 25 is saved, and there are checkpoints of later steps, [30, 40], which the run" in caplog.text
+    assert aside == [f"step_000000{step}.abandoned" for step in (25, 28, 30, 40)]
+    assert "step 25 is saved, and there are checkpoints of it or later steps, [30, 40], which the run" in caplog.text
 
 
 def test_a_state_alone_and_a_whole_trainer_are_told_apart(tmp_path):

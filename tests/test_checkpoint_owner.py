@@ -259,7 +259,7 @@ def test_within_one_process_too_a_folder_has_one_writer(tmp_path, monkeypatch):
     fourth.claim()
     for manager in (third, fourth):
         manager.close()
-    assert names(tmp_path) == ["step_00000001", "step_00000002"]
+    assert names(tmp_path) == ["step_00000001", "step_00000001.abandoned", "step_00000002"]
 
 
 def test_a_fork_neither_ends_the_ownership_nor_has_it(tmp_path):

@@ -288,7 +288,7 @@ def test_a_run_that_goes_back_leaves_copies_behind_too(tmp_path, s3, monkeypatch
     save(tmp_path, 10, 20, 30, 40)
     save(tmp_path, 25)
     assert committed(s3) == [20, 25] and go_on(tmp_path) == 25 and go_on(tmp_path / "elsewhere") == 25
-    monkeypatch.setattr("axonml_jax.checkpoint.places.Copies.abandon_above", lambda self, step: None)
+    monkeypatch.setattr("axonml_jax.checkpoint.places.Copies.abandon_from", lambda self, step: None)
     save(tmp_path, 40)
     save(tmp_path, 28)  # a process that is killed before it has told the store
     assert committed(s3) == [25, 28, 40] and go_on(tmp_path) == 28

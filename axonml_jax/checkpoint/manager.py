@@ -41,7 +41,7 @@ from axonml_jax.checkpoint.format import (
 from axonml_jax.checkpoint.ownership import Ownership
 from axonml_jax.checkpoint.places import is_url, place_of, read_from, write_to
 from axonml_jax.checkpoint.retention import Retention, best_of, require_count, seconds_of
-from axonml_jax.checkpoint.saving import Failures, Saving, abandon_above, put_aside, take_over, tidy
+from axonml_jax.checkpoint.saving import Failures, Saving, abandon_from, put_aside, take_over, tidy
 from axonml_jax.compat.order import no_mesh_around
 from axonml_jax.compat.versions import PACKAGES, installed
 from axonml_jax.sharding.layout import Checkpointable, Leaf
@@ -454,7 +454,8 @@ class CheckpointManager:
     ) -> bool:
         """Save, if it is time where the manager was given `every`.
 
-        Checkpoints of later steps, which the run has gone back behind, are put aside as `....abandoned`, with a warning.
+        Checkpoints of this or later steps, which the run has gone back behind, are put aside as `....abandoned`, with a
+        warning.
 
         Args:
           step: updates made.
@@ -597,8 +598,9 @@ class CheckpointManager:
         """
         if not takes_arrays(like):
             raise TypeError(
-                "CheckpointManager.restore fills a trainer, a parallel model or an NNX module and returns what the checkpoint "
-                f"says: a {type(like).__name__} is not filled. ax.restore(path, like) returns a new one, of a path in {self.place}"
+                "CheckpointManager.restore fills a trainer, a parallel model or an NNX module and returns what the "
+                f"checkpoint says: a {type(like).__name__} is not filled. ax.restore(path, like) returns a new one, of a path "
+                f"in {self.place}"
             )
         self.settle()
         failed = None
@@ -631,7 +633,7 @@ class CheckpointManager:
             replace=True,
             verify=self._verify,
             owner=self._owner,
-            begun=partial(abandon_above, self.folder, step),
+            begun=partial(abandon_from, self.folder, step),
             placed=self._place.placed and partial(self._place.placed, step),
             committed=partial(self._place.committed, step),
         )

@@ -252,13 +252,13 @@ class Copies:
                         self._remove_files(each)
                     self._begun.remove(each)
 
-    def abandon_above(self, step: int) -> None:
-        """What `saving.abandon_above` does in a folder: other objects commit the copies of later steps from now on."""
-        higher = [each for each in self.steps if each > step]
-        if not higher or not self._owns():
+    def abandon_from(self, step: int) -> None:
+        """What `saving.abandon_from` does in a folder: other objects commit the copies of these steps from now on."""
+        left = [each for each in self.steps if each >= step]
+        if not left or not self._owns():
             return
-        logger.warning(WENT_BACK, self.store, step, higher, ABANDONED)
-        for each in higher:
+        logger.warning(WENT_BACK, self.store, step, left, ABANDONED)
+        for each in left:
             commit, aside = commit_of(each), commit_of(name_of(each) + ABANDONED)
             replaced = self._prefix_of(aside)
             self.store.put(aside, self.store.get(commit) or b"")
@@ -546,7 +546,7 @@ class Mirror:
                     self.copies.claim()
                     run = run_in(self._folder) or take_id(self._folder, uuid.uuid4().hex)
                     if not job.late:
-                        self.copies.abandon_above(job.step)
+                        self.copies.abandon_from(job.step)
                     self.copies.put(job.folder, name_of(job.step), run, str(self._folder))
                     self.copies.prune(self.copying)
             except Exception as error:
@@ -654,7 +654,7 @@ class AtUrl:
         """
         try:
             self.copies.claim()
-            self.copies.abandon_above(step)
+            self.copies.abandon_from(step)
             self._send(step)
         except OSError as error:
             for old in self._rules.deletes_of(partial(manifests_in, self.folder), [step]):

@@ -533,20 +533,20 @@ def put_aside(folders: list[Path], ending: str = DAMAGED) -> None:
         del folders[0]
 
 
-def abandon_above(parent: Path, step: int) -> None:
-    """Put aside the checkpoints that a run has left behind which went back, before it saves at a lower step.
+def abandon_from(parent: Path, step: int) -> None:
+    """Put aside the checkpoints that a run has left behind which went back, before it saves at a step of theirs or a lower one.
 
     So the highest step of a folder is the one that was written last, whatever clocks say.
     """
-    higher = {each: path for each, path in checkpoints_in(parent).items() if each > step}
-    if higher:
-        logger.warning(WENT_BACK, parent, step, list(higher), ABANDONED)
-        put_aside(list(higher.values()), ABANDONED)
+    left = {each: path for each, path in checkpoints_in(parent).items() if each >= step}
+    if left:
+        logger.warning(WENT_BACK, parent, step, list(left), ABANDONED)
+        put_aside(list(left.values()), ABANDONED)
 
 
 WENT_BACK = (
-    "%s: step %d is saved, and there are checkpoints of later steps, %s, which the run has gone back behind: they count no "
-    "more, and are kept with %s after their names"
+    "%s: step %d is saved, and there are checkpoints of it or later steps, %s, which the run has gone back behind: they "
+    "count no more, and are kept with %s after their names"
 )
 
 
