@@ -261,7 +261,8 @@ class Copies:
         for each in left:
             commit, aside = commit_of(each), commit_of(name_of(each) + ABANDONED)
             replaced = self._prefix_of(aside)
-            self.store.put(aside, self.store.get(commit) or b"")
+            if not self._committed(aside, self.store.get(commit) or b""):
+                return
             self.store.remove(commit)
             if replaced != self._prefix_of(aside):  # the same where it was cut off before
                 self._remove_files(replaced)
@@ -311,17 +312,23 @@ class Copies:
             list(pool.map(lambda path: self._put_file(path, f"{prefix}{path.relative_to(folder).as_posix()}"), paths))
         if not self._owns():
             return False
-        before = self.store.get(commit)
         replaced = self._prefix_of(commit)
-        self.store.put(commit, Copy(prefix, run, origin, Manifest.read(folder)).text())
-        if self._owns():
+        if self._committed(commit, Copy(prefix, run, origin, Manifest.read(folder)).text()):
             self._remove_files(replaced)
-        elif self._prefix_of(commit) == prefix:  # claimed between the two questions
+        return not self.lost
+
+    def _committed(self, commit: str, said: bytes) -> bool:
+        """Write what commits a checkpoint; where somebody else has claimed the URL meanwhile, it is as before again."""
+        before = self.store.get(commit)
+        self.store.put(commit, said)
+        if self._owns():
+            return True
+        if self.store.get(commit) == said:
             if before is None:
                 self.store.remove(commit)
             else:
                 self.store.put(commit, before)
-        return not self.lost
+        return False
 
     def _put_file(self, path: Path, key: str) -> None:
         content = path.read_bytes()
