@@ -43,6 +43,37 @@ def is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
+def host_arrays(tree: PyTree) -> PyTree:
+    """A tree in which tensors of other frameworks (PyTorch, TensorFlow: what has `__array__`) are NumPy arrays of their memory.
+
+    Gradients that PyTorch would follow are left behind.
+    """
+    import jax
+
+    return jax.tree.map(_on_host, tree) if any(map(_is_foreign, jax.tree.leaves(tree))) else tree
+
+
+_OWN = (np.ndarray, np.generic, int, float, complex, str, bytes)
+
+
+def _is_foreign(x: Any) -> bool:
+    import jax
+
+    return not isinstance(x, _OWN) and hasattr(x, "__array__") and not isinstance(x, jax.Array)
+
+
+def _on_host(x: Any) -> Any:
+    import jax
+
+    if not _is_foreign(x):
+        return x
+    x = x.detach() if hasattr(x, "detach") else x
+    try:
+        return np.asarray(x)
+    except TypeError:  # bfloat16, which is none of NumPy's own
+        return np.asarray(jax.numpy.from_dlpack(x))
+
+
 def is_one_of(given: Any, choices: Iterable[Any]) -> bool:
     """Whether a value is one of some plain ones, whatever it is: an array, compared, is neither true nor false.
 

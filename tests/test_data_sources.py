@@ -7,8 +7,11 @@ import sys
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import axonml_jax as ax
 
@@ -138,6 +141,110 @@ def test_iterable_datasets_of_torch_are_iterated_over():
     assert [batch.tolist() for batch in ax.create_dataloader(own(), 4, mesh, shuffle=False, num_epochs=1)] == [
         [0, 1, 2, 3], [4, 5, 6, 7]
     ]  # fmt: skip
+
+
+class Tensor:
+    """What a CPU tensor of PyTorch gives others: its dtype is none of NumPy's, bfloat16 has no array, gradients forbid one."""
+
+    def __init__(self, values, *, follows=False):
+        self._values, self._follows = values, follows
+        self.shape, self.dtype = values.shape, type("dtype", (), {"__repr__": lambda self: f"torch.{values.dtype}"})()
+
+    def detach(self):
+        return Tensor(self._values)
+
+    def __array__(self, dtype=None, copy=None):
+        if self._follows:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
+        if self._values.dtype == jnp.bfloat16:
+            raise TypeError("Got unsupported ScalarType BFloat16")
+        return np.asarray(self._values)
+
+    def __dlpack__(self, **options):
+        return jnp.asarray(self._values).__dlpack__()
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+
+def of_torch(values, *, follows=False):
+    torch = pytest.importorskip("torch")
+    made = (
+        torch.tensor(np.asarray(values, np.float32)).bfloat16()
+        if values.dtype == jnp.bfloat16
+        else torch.tensor(values)
+    )
+    return made.requires_grad_(follows)
+
+
+@pytest.mark.parametrize("tensor", [Tensor, of_torch])
+def test_tensors_of_pytorch_are_batches_samples_and_parameters(tensor):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(16, 4)).astype(np.float32), np.arange(16) % 3
+    module, mesh = nnx.Linear(4, 3, rngs=nnx.Rngs(0)), ax.make_mesh(data=8)
+
+    def loss_fn(model, x, y):
+        return optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
+
+    def made(**options):
+        return ax.DDP(nnx.clone(module), mesh, **options).trainer(optax.sgd(0.1), loss_fn)
+
+    want, given = made(), made()
+    for start in (0, 8):
+        rows = slice(start, start + 8)
+        np.testing.assert_array_equal(
+            given.step(tensor(x[rows], follows=True), tensor(y[rows]))["loss"], want.step(x[rows], y[rows])["loss"]
+        )
+    batch, tensors = (x, y), (tensor(x), tensor(y))
+    assert given.evaluate(*tensors)["loss"] == want.evaluate(*batch)["loss"]
+    assert given.validate([tensors]) == want.validate([batch]) and not given.check(tensors).differs
+    first = lambda model, batch: model(batch[0])
+    np.testing.assert_array_equal(given.predict([tensors], first), want.predict([batch], first))
+    np.testing.assert_array_equal(given.model(tensors[0]), want.model(x))
+    assert given.model.value_and_grad(loss_fn)(*tensors)[0] == want.model.value_and_grad(loss_fn)(*batch)[0]
+    low = x.astype(jnp.bfloat16)
+    assert given.evaluate(tensor(low), y)["loss"] == want.evaluate(low, y)["loss"]
+    assert given.train_step.trace(given.state, jax.eval_shape(lambda: batch))
+    pairs = [(tensor(a), int(b)) for a, b in zip(low, y, strict=True)]
+    loader = ax.create_dataloader(pairs, 8, mesh, shuffle=False, num_epochs=1)
+    assert [each[0].dtype for each in loader] == [jnp.bfloat16] * 2
+    values = {name: tensor(np.array(value)) for name, value in want.model.state_dict().items()}
+    given.model.load_state_dict(values)
+    np.testing.assert_array_equal(given.model(x), want.model(x))
+    given.model.set_parameters(
+        {name: tensor(np.array(value + 1), follows=True) for name, value in want.model.state_dict().items()}
+    )
+    np.testing.assert_array_equal(given.model.state_dict()["bias"], want.model.state_dict()["bias"] + 1)
+
+
+def test_lists_of_numbers_are_arrays_in_samples_and_refused_as_a_batch():
+    """Rows of Hugging Face and of JSON are lists: a loader gave a list of arrays, one for each position."""
+    mesh = ax.make_mesh(data=8)
+    rows = [{"ids": [i, i + 1, True], "grid": [[i, 0.5]], "pair": [np.ones(2), np.zeros(1)]} for i in range(8)]
+    (batch,) = ax.create_dataloader(rows, 8, mesh, shuffle=False, num_epochs=1)
+    assert batch["ids"].shape == (8, 3) and batch["grid"].shape == (8, 1, 2)
+    assert [each.shape for each in batch["pair"]] == [(8, 2), (8, 1)]
+    np.testing.assert_array_equal(batch["ids"][:, 1], np.arange(1, 9))
+    uneven = [{"ids": [0] * (1 + i % 2)} for i in range(8)]
+    with pytest.raises(ValueError, match=r"differ in shape: \['ids'\]: \[\(1,\), \(2,\)\]\. Pad them"):
+        next(iter(ax.create_dataloader(uneven, 8, mesh)))
+    trainer = ax.DDP(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), mesh).trainer(
+        optax.sgd(0.1), lambda m, b: jnp.mean(m(b["ids"]))
+    )
+    with pytest.raises(
+        ValueError, match=r"its leaves are \['ids/0/0', .* and 19 more\. Make arrays of numbers in lists, np"
+    ):
+        trainer.step({"ids": [row["ids"] for row in rows]})
+
+
+def test_a_loader_of_pytorch_is_no_dataset():
+    loader = type(
+        "DataLoader",
+        (),
+        {"dataset": [1], "collate_fn": None, "__iter__": lambda self: iter([]), "__len__": lambda self: 0},
+    )
+    with pytest.raises(TypeError, match=r"a DataLoader gives batches, .*: give its dataset, loader\.dataset; or leave"):
+        ax.create_dataloader(loader(), 4, ax.make_mesh(data=8))
 
 
 def test_a_parquet_file_that_is_not_what_it_says_is_refused_by_name(tmp_path):

@@ -24,7 +24,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from axonml_jax.base import PyTree, named_leaves
+from axonml_jax.base import PyTree, host_arrays, named_leaves
 from axonml_jax.checkpoint.ownership import FolderInUse
 from axonml_jax.compat.processes import coordinator_client, lost_processes
 from axonml_jax.sharding.layout import Checkpointable, Leaf, to_stored
@@ -55,7 +55,7 @@ def leaves_of(thing: Any) -> dict[str, Leaf]:
     """
     if isinstance(thing, Checkpointable):
         return thing.checkpoint_leaves()
-    named = _module_leaves(thing) if isinstance(thing, nnx.Module) else named_leaves(thing)
+    named = _module_leaves(thing) if isinstance(thing, nnx.Module) else named_leaves(host_arrays(thing))
     if not named:
         raise ValueError(f"a {type(thing).__name__} without arrays cannot be saved or restored")
     return {name: Leaf(leaf) for name, leaf in named.items()}

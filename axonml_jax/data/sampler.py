@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.tree_util import keystr
 
-from axonml_jax.base import PyTree, named_leaves
+from axonml_jax.base import PyTree, host_arrays, named_leaves
 
 # --------------------------------------------------------------------------------------------------
 # From samples to batches: stacking them on the host, and placing rows on the mesh.
@@ -25,8 +25,8 @@ def stack_samples(samples: Sequence) -> object:
     """Stack samples of equal structure, leaf by leaf, along a new leading dim; the default `collate`.
 
     Args:
-      samples: pytrees (dicts, tuples, lists, ...) whose leaves are numbers, NumPy arrays or anything with `__array__`,
-        such as CPU tensors of PyTorch.
+      samples: pytrees (dicts, tuples, lists, ...) whose leaves are numbers, NumPy arrays, or anything with `__array__`,
+        such as CPU tensors of PyTorch. A list of Python's numbers, or of such lists, is an array.
 
     Returns:
       The same pytree of arrays [len(samples), ...].
@@ -38,17 +38,17 @@ def stack_samples(samples: Sequence) -> object:
         raise ValueError(
             "a sample is None. A filtered MapDataset of Grain is None where nothing is left: give dataset.to_iter_dataset()"
         )
-    leaves, structure = jax.tree.flatten(samples[0])
+    leaves, structure = jax.tree.flatten(samples[0], is_leaf=_is_numbers)
     columns = [leaves]
     for i, sample in enumerate(samples[1:], start=1):
-        leaves, other = jax.tree.flatten(sample)
+        leaves, other = jax.tree.flatten(sample, is_leaf=_is_numbers)
         if other != structure:
             raise ValueError(
                 f"samples of one batch differ in structure: {structure} and, {i} later, {other}. Give a collate"
             )
         columns.append(leaves)
-    stacked = [[np.asarray(leaf) for leaf in column] for column in zip(*columns, strict=True)]
-    paths = [keystr(path) or "the sample" for path, _ in jax.tree_util.tree_leaves_with_path(samples[0])]
+    stacked = [[np.asarray(leaf) for leaf in host_arrays(column)] for column in zip(*columns, strict=True)]
+    paths = [keystr(path) or "the sample" for path, _ in jax.tree.leaves_with_path(samples[0], is_leaf=_is_numbers)]
     ragged = [
         f"{path}: {sorted({array.shape for array in arrays})}"
         for path, arrays in zip(paths, stacked, strict=True)
@@ -59,6 +59,11 @@ def stack_samples(samples: Sequence) -> object:
             f"samples of one batch differ in shape: {'; '.join(ragged)}. Pad them, or give a collate that does"
         )
     return jax.tree.unflatten(structure, [np.stack(arrays) for arrays in stacked])
+
+
+def _is_numbers(x: Any) -> bool:
+    """Whether it is a list of Python's numbers, nested or not, as JSON and rows of Hugging Face have them."""
+    return type(x) is list and all(isinstance(each, int | float) or _is_numbers(each) for each in x)
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,8 @@ class OwnMemory:
 
     def __call__(self, samples: Sequence) -> Any:
         """The batch in memory of its own."""
-        return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf), self.collate(samples))
+        made = host_arrays(self.collate(samples))
+        return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf), made)
 
 
 def local_rows(sharding: NamedSharding, global_batch_size: int) -> np.ndarray:
@@ -101,6 +107,7 @@ def place_rows(batch, sharding: NamedSharding, global_batch_size: int, rows: np.
       TypeError: leaves that no device can hold, such as strings; all by path.
       ValueError: leaves whose leading dim is not the number of rows; all by path.
     """
+    batch = host_arrays(batch)
     _check_leaves(batch, len(rows))
     offset = {int(row): i for i, row in enumerate(rows)}
 

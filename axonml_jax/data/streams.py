@@ -370,6 +370,11 @@ def _nearly_a_dataset(given: Any) -> str:
         return (
             f"a {type(given).__name__} is read by columns, and a dataset by samples: give dict(frame), a dict of arrays"
         )
+    if hasattr(given, "collate_fn") and hasattr(given, "dataset"):
+        return (
+            f"a {type(given).__name__} gives batches, and a dataset gives samples: give its dataset, loader.dataset; or leave "
+            "create_dataloader out, and train on what the loader gives"
+        )
     if isinstance(given, tuple) and len(given) > 1 and all(getattr(each, "shape", ()) for each in given):
         lengths = {each.shape[0] for each in given}
         if len(lengths) == 1 and min(lengths) > len(given):  # list(given) says that each array is a sample

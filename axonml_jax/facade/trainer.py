@@ -18,7 +18,7 @@ import optax
 from flax import linen, nnx
 from jax.sharding import Mesh
 
-from axonml_jax.base import LossFn, PyTree, folded, logger, named_leaves, naming_options
+from axonml_jax.base import LossFn, PyTree, folded, host_arrays, logger, named_leaves, naming_options
 from axonml_jax.compat.jaxpr import opened
 from axonml_jax.compat.order import (
     handed_back,
@@ -654,6 +654,7 @@ class Trainer(Generic[M]):
             from axonml_jax.training.single_device import Check, compared, draws, is_low, not_comparable, plainly
 
             refuse_tracing("trainer.check")
+            batch = host_arrays(batch)
             model, training = self.model, self.model._mode
             view, variables, placement = model._functional, model.values, self.train_step.placement
             given, whole = jax.tree.map(jnp.asarray, to_host((batch, model._rest.whole(variables, model.mesh))))
@@ -751,7 +752,7 @@ class Trainer(Generic[M]):
           TypeError, ValueError: for a batch that `step` would not take.
         """
         with no_mesh_around(), folding:
-            self.train_step.check(batch)
+            self.train_step.check(batch := host_arrays(batch))
             return self.train_step.trace(self.state, _shapes(batch))
 
     @no_mesh_around()
@@ -776,7 +777,7 @@ def _walked(trainer: Trainer, call: str, batches: Iterable[PyTree]) -> Iterable[
         raise ValueError(
             f"trainer.{call} walks to the end, and the loader has none (num_epochs=None): give it num_epochs=1"
         )
-    batches = under_users_mesh(batches)
+    batches = map(host_arrays, under_users_mesh(batches))
     if jax.process_count() == 1:
         return batches
     from axonml_jax.training.same_everywhere import SameBatches
@@ -944,7 +945,7 @@ class ParallelModel(SavedModel):
         if not isinstance(mesh, Mesh):
             raise TypeError(f"a model lives on devices, but {mesh} has none: give a jax.sharding.Mesh")
         self.mesh = mesh
-        view, whole = _functionalized(model, params, trainable, given)
+        view, whole = _functionalized(model, host_arrays(params), trainable, given)
         split, stages = layer_specs(view, self.mesh.shape), None
         plan = plan if plan is not None else _plan_of(model, view, given, params, split)
         if plan.pipe is not None:
@@ -1034,7 +1035,9 @@ class ParallelModel(SavedModel):
           ValueError: listing every missing, unexpected and mismatched parameter, before anything is changed.
         """
         now = self._outside(self.variables.params)
-        fitting = fitted(taken_in(plain_tree(params)), now, "set_parameters takes a tree like parameters() returns")
+        fitting = fitted(
+            taken_in(host_arrays(plain_tree(params))), now, "set_parameters takes a tree like parameters() returns"
+        )
         self._updated = True if self._updated is None else self._updated
         self._lent = True  # an array that is where it belongs already stays the caller's own
         self.variables = replace(self.variables, params=self._rest.inside(fitting, self.mesh))
@@ -1058,7 +1061,7 @@ class ParallelModel(SavedModel):
         Raises:
           ValueError: listing every missing, unexpected and mismatched name, before anything is changed.
         """
-        now = self._rest.whole(self.variables, self.mesh)
+        now, values = self._rest.whole(self.variables, self.mesh), host_arrays(values)
         whole, missing, unexpected = load_state_dict(self._functional, now, values, strict=strict)
         self.variables, self.loads = self._rest.place(whole, self.mesh), self.loads + 1
         from axonml_jax.training.same_everywhere import checksums
@@ -1138,7 +1141,7 @@ class ParallelModel(SavedModel):
             self._refuse_tracing("the model")
             given = self._functional, self._placement, self.mesh, self._mode, self._accept
             program = self._program(("forward",), lambda: Forward(*given))
-            out, state = program(self.values, self._next_key(), args, kwargs)
+            out, state = program(self.values, self._next_key(), *host_arrays((args, kwargs)))
             self.variables = replace(self.variables, state=state)
             return handed_back(out)
 

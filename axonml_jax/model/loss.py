@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from axonml_jax.base import PyTree, is_one_of, meant, named_leaves
+from axonml_jax.base import PyTree, host_arrays, is_one_of, meant, named_leaves
 
 # --------------------------------------------------------------------------------------------------
 # What a user's `loss_fn` may return, and the one form the training step works with.
@@ -149,8 +149,8 @@ def of_arrays(loss_fn: Any) -> str | None:
 
 
 def one_batch(parts: tuple) -> Any:
-    """What a step was called with as one batch: `step(batch)`, or `step(x, y)`."""
-    return parts[0] if len(parts) == 1 else parts
+    """What a step was called with as one batch: `step(batch)`, or `step(x, y)`; tensors of other frameworks as arrays."""
+    return host_arrays(parts[0] if len(parts) == 1 else parts)
 
 
 def is_weighted(returned: Any) -> bool:

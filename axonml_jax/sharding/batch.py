@@ -288,8 +288,11 @@ def check_batch(layout: BatchLayout, batch: PyTree, microbatches: int = 1) -> No
         raise TypeError(f"the batch's leaves must be arrays of numbers, but some are not: {some}{more}; take them out")
     split = {name: np.shape(leaf) for name, leaf in leaves.items() if np.ndim(leaf)}
     if not split:
+        names = [name or "batch" for name in leaves]
+        more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
         raise ValueError(
-            f"the batch has no array with a batch dim to split over {degree} shards: leaves {list(leaves)}"
+            f"the batch has no array with a batch dim to split over {degree} shards: its leaves are {names[:_SHOWN]}{more}. "
+            "Make arrays of numbers in lists, np.asarray(rows); a dataset of Hugging Face does .with_format('numpy')"
         )
     named = lambda names: "\n".join(f"  {name or 'batch'}: shape {split[name]}" for name in names)
     if masked := [name for name in split if np.ma.is_masked(leaves[name])]:

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from axonml_jax.base import LossFn, PyTree, named_leaves
+from axonml_jax.base import LossFn, PyTree, host_arrays, named_leaves
 from axonml_jax.collectives.primitives import sum_over
 from axonml_jax.compat.order import handed_back, is_traced_around, no_mesh_around
 from axonml_jax.mesh.axes import LAYER_AXES
@@ -97,7 +97,7 @@ class TrainStep:
                 return self._compiled.inlined(state, self.placement.batch_layout.place(batch, self.mesh))
         if is_deleted(state.step) or _parts(state) != self._returned:
             _refuse_given_up(state)
-        self.check(batch)
+        self.check(batch := host_arrays(batch))
         with no_mesh_around(), folding, explain_types(self.placement.plan.check_vma):
             bound_run_ahead(state.step)
             state, metrics = self._compiled(state, self.placement.batch_layout.place(batch, self.mesh))
