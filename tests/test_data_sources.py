@@ -217,6 +217,53 @@ def test_tensors_of_pytorch_are_batches_samples_and_parameters(tensor):
     np.testing.assert_array_equal(given.model.state_dict()["bias"], want.model.state_dict()["bias"] + 1)
 
 
+class Shuffled:
+    """What torchdata's `StatefulDataLoader` keeps of a shuffled epoch: a generator's state is a tensor in its position."""
+
+    def __init__(self, tensor):
+        self.state = {
+            "batches": 2,
+            "sampler": {"generator": tensor(np.arange(5, dtype=np.uint8)), "fits": [True, None]},
+        }
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def test_a_position_with_tensors_comes_back_with_tensors(tmp_path, monkeypatch):
+    made = type(
+        "Tensor",
+        (),
+        {"__init__": lambda self, x: setattr(self, "x", x), "numpy": lambda self: self.x, "__module__": "torch"},
+    )
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(from_numpy=made))
+    loader, again = Shuffled(made), Shuffled(lambda x: None)
+    module = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    ax.save(tmp_path / "run", module, data=loader)
+    ax.restore(tmp_path / "run", module, data=again)
+    sampler = again.state["sampler"]
+    assert again.state["batches"] == 2 and sampler["fits"] == [True, None] and isinstance(sampler["generator"], made)
+    np.testing.assert_array_equal(sampler["generator"].numpy(), np.arange(5, dtype=np.uint8))
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated, please do not call")  # torch of itself
+def test_a_stateful_loader_of_pytorch_goes_on_where_it_was(tmp_path):
+    torch, stateful = pytest.importorskip("torch"), pytest.importorskip("torchdata.stateful_dataloader")
+    module = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+    make = lambda seed: (
+        torch.manual_seed(seed) and stateful.StatefulDataLoader(list(range(24)), batch_size=4, shuffle=True)
+    )
+    loader = make(0)
+    batches = iter(loader)
+    next(batches)
+    ax.save(tmp_path / "run", module, data=loader)
+    ax.restore(tmp_path / "run", module, data=(again := make(1)))
+    assert [batch.tolist() for batch in again] == [batch.tolist() for batch in batches]
+
+
 def test_lists_of_numbers_are_arrays_in_samples_and_refused_as_a_batch():
     """Rows of Hugging Face and of JSON are lists: a loader gave a list of arrays, one for each position."""
     mesh = ax.make_mesh(data=8)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import jax
+import numpy as np
 
 from axonml_jax.base import logger
 from axonml_jax.checkpoint import format as arrays
@@ -64,6 +65,7 @@ class Positioned(Protocol):
 
 
 _BYTES = "bytes of get_state"
+_TENSOR = "tensor of state_dict"
 
 
 def position_of(data: Any) -> Any:
@@ -84,15 +86,26 @@ def position_of(data: Any) -> Any:
 
 
 def _as_text(value: Any) -> Any:
-    """A position whose bytes, at any depth, are text: Grain's loader says where it stands in bytes."""
+    """A position whose bytes and tensors, at any depth, are text.
+
+    Grain's loader says where it stands in bytes; in PyTorch's `StatefulDataLoader` a random generator's state is a tensor.
+    """
     if isinstance(value, bytes):
         return {_BYTES: value.hex()}
+    if type(value).__module__ == "torch" and hasattr(value, "numpy"):
+        array = value.numpy()
+        return {_TENSOR: array.tobytes().hex(), "dtype": str(array.dtype), "shape": list(array.shape)}
     if isinstance(value, Mapping):
         return {name: _as_text(each) for name, each in value.items()}
     return [_as_text(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _from_text(value: Any) -> Any:
+    if isinstance(value, Mapping) and _TENSOR in value:
+        import torch  # pyright: ignore[reportMissingImports]
+
+        array = np.frombuffer(bytes.fromhex(value[_TENSOR]), value["dtype"]).reshape(value["shape"])
+        return torch.from_numpy(array.copy())
     if isinstance(value, Mapping):
         text = value.get(_BYTES)
         return {name: _from_text(each) for name, each in value.items()} if text is None else bytes.fromhex(text)
