@@ -1,4 +1,4 @@
-"""Published formulas give the published numbers: ZeRO's Table 1, DeepSpeed, Megatron, Korthikanti et al., AxoNN."""
+"""Published formulas give the published numbers: ZeRO's Table 1, DeepSpeed, Megatron, AxoNN."""
 
 import math
 
