@@ -424,6 +424,14 @@ def test_a_state_alone_and_a_whole_trainer_are_told_apart(tmp_path):
     assert float(state.params["w"][0, 0]) == 1
 
 
+def test_what_is_beside_a_checkpoint_and_what_orbax_wrote_is_told(tmp_path):
+    ax.save(tmp_path / "run", Weights(1))
+    shutil.copytree(tmp_path / "run" / "arrays", tmp_path / "orbax")
+    for path, said in (("run/arrays", r"; the checkpoint is .*run: give that"), ("orbax", "; Orbax wrote it: orbax")):
+        with pytest.raises(FileNotFoundError, match=said):
+            ax.restore(tmp_path / path, Weights())
+
+
 def saved_by_a_manager(folder):
     with ax.CheckpointManager(folder, asynchronous=False) as manager:
         manager.save(1, Weights(1))

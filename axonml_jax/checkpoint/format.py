@@ -407,8 +407,13 @@ class Manifest:
         path = folder / NAME
         if not path.is_file():
             other = "it has no " + NAME if folder.is_dir() else "there is no such folder"
-            newest = newest_below(folder)
-            near = f"; the newest that is in it is {newest}: give that" if newest else ""
+            near = ""
+            if (folder.parent / NAME).is_file():
+                near = f"; the checkpoint is {folder.parent}: give that"
+            elif newest := newest_below(folder):
+                near = f"; the newest that is in it is {newest}: give that"
+            elif (folder / "_CHECKPOINT_METADATA").is_file():
+                near = "; Orbax wrote it: orbax.checkpoint reads it, and model.set_parameters takes the parameters"
             raise FileNotFoundError(f"{folder} is no checkpoint: {other}{near}")
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
