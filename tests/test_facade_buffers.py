@@ -316,3 +316,34 @@ def test_statistics_that_stay_may_be_read_within_a_function_of_jax(mesh, within)
     plain = loss(lambda x: RematNormed().apply(variables, x), batch)
     np.testing.assert_allclose(trainer.evaluate(batch)["loss"], plain, rtol=1e-6)
     np.testing.assert_allclose(trainer.step(batch)["loss"], plain, rtol=1e-6)
+
+
+class PlainNumbers(nnx.Module):
+    """A parameter and state that begin as numbers of Python."""
+
+    def __init__(self, rngs):
+        self.layer, self.scale = nnx.Linear(4, 4, rngs=rngs), nnx.Param(1.0)
+        self.aux, self.calls = nnx.data(0.0), nnx.data(0)
+
+    def __call__(self, x):
+        y = self.layer(x) * self.scale
+        self.aux, self.calls = jnp.mean(y**2), self.calls + 1
+        return y
+
+
+@pytest.mark.parametrize("face", [ax.DDP, ax.FSDP])
+def test_numbers_of_python_are_parameters_and_state(mesh, face):
+    def loss_fn(model, x):
+        return jnp.mean((model(x) - 1) ** 2) + 0.1 * model.aux
+
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    plain = PlainNumbers(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(plain, optax.sgd(0.1), wrt=nnx.Param)
+    trainer = face(PlainNumbers(nnx.Rngs(0))).trainer(optax.sgd(0.1), loss_fn)
+    for _ in range(2):
+        loss, grads = nnx.value_and_grad(loss_fn)(plain, x)
+        optimizer.update(plain, grads)
+        np.testing.assert_allclose(trainer.step(x)["loss"], loss, rtol=1e-5)
+    made = trainer.model.module
+    assert int(made.calls) == 2
+    np.testing.assert_allclose([made.aux, made.scale.get_value()], [plain.aux, plain.scale.get_value()], rtol=1e-5)

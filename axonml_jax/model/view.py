@@ -866,6 +866,8 @@ def nnx_functional(model: nnx.Module, trainable: Trainable = None) -> tuple["NNX
         select = wanted.__contains__
     trained, frozen = partition(nnx.to_pure_dict(params), select, given=trainable)
     variables = Variables(trained, frozen, _without_intermediates(state))
+    # Python's numbers, as `nnx.Param(1.0)` and `nnx.data(0.0)` hold them, are arrays after a step.
+    variables = jax.tree.map(lambda x: x if is_array(x) else jnp.asarray(x), variables)
     view = NNXFunctional(graphdef, nnx.to_pure_dict(streams), abstract(variables))
     view.order = definition_order(model)
     return view, variables
