@@ -223,3 +223,50 @@ def test_a_number_of_the_rows_is_that_of_the_whole_batch():
     found = ax.DDP(Counting(None), mesh_of(data=4)).trainer(optax.sgd(0.1), loss).step(BATCH)
     np.testing.assert_allclose(found["loss"], loss(Counting(None), BATCH)[0], rtol=1e-5)
     assert found["rows"] == 8
+
+
+class Routed(nnx.Module):
+    """Rows beside a mean of the hidden ones, or what a router says, in 16 bits."""
+
+    def __init__(self, kind, dtype):
+        rngs = nnx.Rngs(0)
+        self.first, self.head = nnx.Linear(6, 6, dtype=dtype, rngs=rngs), nnx.Linear(6, 4, dtype=dtype, rngs=rngs)
+        self.experts = ax.ParallelMoE(6, 6, 2, dtype=dtype, rngs=rngs) if kind == "experts" else None
+
+    def __call__(self, x):
+        x = nnx.relu(self.first(x))
+        if self.experts is None:
+            return self.head(x), jnp.mean(x.astype(jnp.float32) ** 2)
+        y, router = self.experts(x[None])
+        return self.head(x + y[0]), router.load_balance
+
+
+@pytest.mark.parametrize("kind", ["relu", "experts"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_number_beside_rows_of_a_model_in_16_bits(kind, dtype, accumulate):
+    def loss_fn(model, b):
+        logits, number = model(b["x"])
+        return CE(logits.astype(jnp.float32), b["y"]).mean() + number
+
+    if kind == "experts" and accumulate > 1:
+        pytest.skip("a router's load is each microbatch's")
+    trainer = ax.DDP(Routed(kind, dtype), mesh_of(data=2)).trainer(optax.sgd(0.1), loss_fn, accumulate=accumulate)
+    graph, params, rest = nnx.split(Routed(kind, dtype), nnx.Param, ...)
+    for _ in range(2):
+        wanted, grads = jax.value_and_grad(lambda p: loss_fn(nnx.merge(graph, p, rest), BATCH))(params)
+        np.testing.assert_allclose(trainer.step(BATCH)["loss"], wanted, rtol=2e-2)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+def _rows_less_one(model, b):
+    squares = jnp.square(model(b["x"]).astype(jnp.float16))
+    return jnp.sum(squares) / jnp.asarray(squares.size - 1, jnp.float16)
+
+
+def test_a_count_in_16_bits_is_held_to_more_than_its_own_rounding():
+    batch = {"x": RNG.normal(size=(2048, 6)).astype("f")}
+    trainer = ax.DDP(nnx.Linear(6, 1, rngs=nnx.Rngs(0)), mesh_of(data=4)).trainer(optax.sgd(0.1), _rows_less_one)
+    wide = lambda x: np.asarray(x, np.float64)
+    out = nnx.Linear(6, 1, rngs=nnx.Rngs(0))(batch["x"]).astype(jnp.float16)
+    np.testing.assert_allclose(trainer.step(batch)["loss"], np.square(wide(out)).sum() / 2047, rtol=1e-3)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from axonml_jax.meaning.interpreter import backward_derivative, forward_derivative, of_cotangent
@@ -125,7 +126,7 @@ class Walk:
             if names.get(own) != atom:
                 raise NotProven
             return env[atom]
-        if np.array_equal(atom.val, own.val, equal_nan=np.issubdtype(np.asarray(atom.val).dtype, np.inexact)):
+        if np.array_equal(atom.val, own.val, equal_nan=_is_float(np.asarray(atom.val))):
             return Known(none)
         return Known(none, literal=(atom.val, own.val))
 
@@ -152,7 +153,7 @@ class Walk:
         (group,), found = self.groups, []
         for a, b in zip(equation.op.made, own.op.made, strict=True):
             place = place_of(a.shape, b.shape, group)
-            if place is None and not np.issubdtype(a.dtype, np.inexact):
+            if place is None and not _is_float(a):
                 raise NotProven  # a count has no mean
             found.append(Known((SUM,), self.parts) if place is None else Known((place,)))
         return found
@@ -163,11 +164,12 @@ class Walk:
         sums = [known for known in given if known.is_sum]
         if equation.name not in ("div", "mul") or len(sums) != 1 or len(numbers) != 1:
             raise NotProven
-        (known,), ((whole, own),) = sums, numbers
-        if not np.issubdtype(np.asarray(whole).dtype, np.inexact) or (equation.name == "div" and not given[0].is_sum):
+        (known,), (whole, own) = sums, map(np.asarray, numbers[0])
+        if not _is_float(whole) or (equation.name == "div" and not given[0].is_sum):
             raise NotProven
-        ratio = whole / own if equation.name == "div" else own / whole
-        if abs(float(ratio) * float(self.parts) - 1) > 4 * float(np.finfo(np.asarray(whole).dtype).eps):
+        ratio = complex(whole) / complex(own) if equation.name == "div" else complex(own) / complex(whole)
+        # Numbers of 16 bits are held to float32 too: n - 1 is within their rounding of n.
+        if abs(ratio * float(self.parts) - 1) > 4 * min(float(jnp.finfo(kind).eps) for kind in (whole.dtype, jnp.float32)):
             raise NotProven
         return Known(known.places, known.factor * self.parts)
 
@@ -185,9 +187,7 @@ class Walk:
         return made
 
     def _derivative(self, equation: Equation, own: Equation, given: list[Known], made: list[Known]) -> None:
-        floats = lambda known, avals: [
-            k for k, aval in zip(known, avals, strict=True) if np.issubdtype(aval.dtype, np.inexact)
-        ]
+        floats = lambda known, avals: [k for k, aval in zip(known, avals, strict=True) if _is_float(aval)]
         moving = floats(given, equation.op.given)
         if equation.name == "custom_jvp_call":
             found = self.program(forward_derivative(equation.op), forward_derivative(own.op), [*given, *moving])
@@ -231,6 +231,11 @@ class Walk:
         made = [tuple(each) for each in zip(*(step.made for step in steps), strict=True)]
         factor = next(iter(factors), Fraction(1))
         return [Known(places, factor if SUM in places else Fraction(1)) for places in made]
+
+
+def _is_float(x: Any) -> bool:
+    """Whether an array is of floats or complex numbers; NumPy does not count bfloat16 and floats of 8 bits among them."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 _OF_SHAPES = ("shape", "new_sizes", "limit_indices", "slice_sizes", "sharding", "out_sharding")
