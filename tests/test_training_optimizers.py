@@ -42,6 +42,9 @@ def needs(**extra):
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
+MASK = jax.tree.map(lambda x: x.ndim > 1, nnx.state(Net(), nnx.Param))
+
+
 def growing():
     return optax.GradientTransformation(lambda params: (), lambda updates, state, params=None: (updates, (*state, 1)))
 
@@ -71,6 +74,11 @@ REFUSED = {
         TypeError,
         r"must be an optax.GradientTransformation.*not an nnx.Optimizer around it",
     ),
+    "a mask of an nnx.State": (
+        lambda: optax.adamw(0.1, mask=MASK),
+        ValueError,
+        r"(?s)masked\(add_decayed_weights\).*give nnx.to_pure_dict\(mask\), or give a function",
+    ),
     "a factory that was not called": (lambda: optax.adam, TypeError, r"a function was given"),
     "nothing": (lambda: None, TypeError, r"a NoneType was given"),
     "a learning rate": (lambda: 3e-4, TypeError, r"optax.adamw\(3e-4\).*a float was given"),
@@ -84,6 +92,17 @@ def test_an_optimizer_that_cannot_run_is_refused_before_its_state_is_made(ddp, w
         ddp.trainer(make(), loss_fn)
     with pytest.raises(error, match=match):
         ax.make_train_step(Net(), make(), loss_fn, ddp.mesh)
+
+
+def test_a_mask_of_an_nnx_state_is_taken_as_the_refusal_says():
+    made, batch = [], regression(8, 0)
+    for mask in (nnx.to_pure_dict(MASK), lambda params: jax.tree.map(lambda x: x.ndim > 1, params)):
+        trainer = ax.FSDP(Net(), ax.make_mesh(fsdp=2, devices=jax.devices()[:2])).trainer(
+            optax.adamw(0.1, weight_decay=0.5, mask=mask), loss_fn
+        )
+        trainer.step(batch)
+        made.append(trainer.model.state_dict())
+    assert_trees_close(*made, "parameters")
 
 
 def test_the_check_needs_shapes_alone(ddp):

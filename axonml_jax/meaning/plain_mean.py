@@ -169,7 +169,8 @@ class Walk:
             raise NotProven
         ratio = complex(whole) / complex(own) if equation.name == "div" else complex(own) / complex(whole)
         # Numbers of 16 bits are held to float32 too: n - 1 is within their rounding of n.
-        if abs(ratio * float(self.parts) - 1) > 4 * min(float(jnp.finfo(kind).eps) for kind in (whole.dtype, jnp.float32)):
+        precision = min(float(jnp.finfo(kind).eps) for kind in (whole.dtype, jnp.float32))
+        if abs(ratio * float(self.parts) - 1) > 4 * precision:
             raise NotProven
         return Known(known.places, known.factor * self.parts)
 

@@ -319,7 +319,9 @@ def checked_optimizer(tx: Any, placement: Placement, *, told: bool = True) -> op
         raise ValueError(
             f"the optimizer {written(tx)} cannot be updated from gradients, parameters and the loss's value alone: "
             f"{type(error).__name__}: {error}. Transformations that evaluate the loss themselves (line searches) or want "
-            "parameters in a structure of their own (as optax.lookahead does) are not supported: choose another one"
+            "parameters in a structure of their own (as optax.lookahead does) are not supported: choose another one. Masks and "
+            "labels see what trains alone, as nested dicts of arrays: of an nnx.State give nnx.to_pure_dict(mask), or give a "
+            "function, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)"
         ) from error
     kinds = [jax.tree.map(lambda x: (x.shape, x.dtype), tree) for tree in ((shapes, state), (new, after))]
     if kinds[0] != kinds[1]:
