@@ -208,6 +208,20 @@ def test_which_folder_a_run_gets(tmp_path):
         earlier_folder(config(f"--resume={tmp_path / 'it-x'}"), {})
 
 
+def test_resuming_by_name_leaves_the_run_alone_whose_own_name_ends_in_a_number(tmp_path):
+    config = lambda name: read_config("train", [QUICKSTART, f"--output.dir={tmp_path}", f"--name={name}", "--resume=auto"])
+    for folder, name, step in (("lr", "lr", 4), ("lr-1", "lr-1", 8), ("lr-2", "lr", 12), ("lr-3", "lr-3", 16)):
+        (tmp_path / folder / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+        (tmp_path / folder / "config.yaml").write_text(f"name: {name}\n")
+    assert earlier_folder(config("lr"), {}) == str(tmp_path / "lr-2")
+    assert earlier_folder(config("lr-3"), {}) == str(tmp_path / "lr-3")
+    assert earlier_folder(config("lr-2"), {}) == str(tmp_path / "lr-2")  # who names a folder means it
+    shutil.rmtree(tmp_path / "lr")
+    shutil.rmtree(tmp_path / "lr-2")
+    assert earlier_folder(config("lr"), {}) is None
+    assert Path(new_folder(config("lr"))).name == "lr-4"
+
+
 @pytest.mark.parametrize("name", ["lr[3e-4]", "best?", "all*", "[", "a-[b]-2"])
 def test_names_that_mean_something_to_a_shell_are_names(tmp_path, name):
     config = read_config("train", [QUICKSTART, f"--output.dir={tmp_path}", f"--name={name}", "--resume=auto"])

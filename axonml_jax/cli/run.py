@@ -64,12 +64,18 @@ CHECKPOINT_FOLDER = "checkpoints"
 
 def place_said(run: Path) -> str | None:
     """The URL of a run's checkpoints (`checkpoint.url`) by the configuration in its folder; None: they are in the folder."""
+    return _said(run, "checkpoint", "url")
+
+
+def _said(run: Path, *keys: str) -> str | None:
+    """What the configuration in a run's folder says under keys, where that is a text that can be read."""
     try:
         content = yaml_in(run / NEWEST)
-        said = content["checkpoint"]["url"]  # pyright: ignore[reportIndexIssue, reportOptionalSubscript, reportCallIssue, reportArgumentType]
+        for key in keys:
+            content = content[key]  # pyright: ignore[reportIndexIssue, reportOptionalSubscript, reportCallIssue, reportArgumentType]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return said if isinstance(said, str) else None
+    return content if isinstance(content, str) else None
 
 
 def checkpoints_of(run: Path) -> Mapping[int, Path | str]:
@@ -721,7 +727,9 @@ def _before_restart(config: RunConfig, launch: str) -> Path | None:
 
 
 def _newest_with_checkpoints(config: RunConfig) -> Path | None:
-    return next((folder for folder in _of_this_name(config).values() if _has_checkpoints(folder)), None)
+    # A number at the end may be part of another run's name: beside `lr`, `lr-2` is that run's folder if it says so.
+    own = lambda folder: folder.name == config.name or _said(folder, "name") in (config.name, None)
+    return next((each for each in _of_this_name(config).values() if own(each) and _has_checkpoints(each)), None)
 
 
 def _asked_for(resume: str) -> Path:
