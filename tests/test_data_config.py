@@ -183,6 +183,29 @@ def test_too_few_examples_of_a_folders_text_say_that_files_are_not_cut(tmp_path)
         read_text(replace(config.data, length=64))
 
 
+def test_records_beside_text_and_in_files_of_any_kind_are_never_left_out_or_read_as_text_unasked(tmp_path, pairs):
+    text = "the cat sat on the mat. " * 40
+    (tmp_path / "README.md").write_text(text)
+    given = lambda path, **more: DataConfig(path=str(path), length=16, **more)
+    with pytest.raises(
+        ValueError, match=r"pairs\.jsonl: train on those by data\.format=jsonl or parquet, or on the files of"
+    ):
+        read_data(given(tmp_path))
+    assert sum(map(len, read_data(given(tmp_path, pack="windows")))) == len(text)
+    assert len(read_data(given(tmp_path, format="jsonl", **PROMPTS)).train) > 0
+    (tmp_path / "runs" / "it").mkdir(parents=True)
+    (tmp_path / "runs" / "it" / "metrics.jsonl").write_text("{}")
+    Path(pairs).rename(tmp_path / "pairs.json")
+    assert sum(map(len, read_data(given(tmp_path), str(tmp_path / "runs")))) == len(text)
+    for more in ({}, PROMPTS):
+        with pytest.raises(
+            ValueError, match=r"pairs\.json holds records more often than text: give format=jsonl where every"
+        ):
+            read_data(given(tmp_path / "pairs.json", **more))
+    assert len(read_data(given(tmp_path / "pairs.json", format="jsonl", **PROMPTS)).train) > 0
+    assert len(read_data(given(tmp_path / "pairs.json", pack="windows")).train) > 0
+
+
 def test_export_takes_the_tokenizer_of_a_runs_data_along(tmp_path):
     words, target = write_words(tmp_path / "words.json"), tmp_path / "weights"
     target.mkdir()

@@ -209,7 +209,9 @@ def test_which_folder_a_run_gets(tmp_path):
 
 
 def test_resuming_by_name_leaves_the_run_alone_whose_own_name_ends_in_a_number(tmp_path):
-    config = lambda name: read_config("train", [QUICKSTART, f"--output.dir={tmp_path}", f"--name={name}", "--resume=auto"])
+    config = lambda name: read_config(
+        "train", [QUICKSTART, f"--output.dir={tmp_path}", f"--name={name}", "--resume=auto"]
+    )
     for folder, name, step in (("lr", "lr", 4), ("lr-1", "lr-1", 8), ("lr-2", "lr", 12), ("lr-3", "lr-3", 16)):
         (tmp_path / folder / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
         (tmp_path / folder / "config.yaml").write_text(f"name: {name}\n")

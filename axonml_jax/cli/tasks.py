@@ -31,7 +31,15 @@ from axonml_jax.data.documents import (
 )
 from axonml_jax.data.loader import DataLoader, create_dataloader
 from axonml_jax.data.sampler import LoadingError, named, stack_samples
-from axonml_jax.data.sources import ByteWindows, TextSplit, TokenWindows, bigram_nats, load_text, open_dataset
+from axonml_jax.data.sources import (
+    ByteWindows,
+    TextSplit,
+    TokenWindows,
+    bigram_nats,
+    load_text,
+    open_dataset,
+    records_beside_text,
+)
 from axonml_jax.data.streams import NoBatch, Stream, as_dataset, mix
 from axonml_jax.facade.generate import generate
 from axonml_jax.facade.trainer import ParallelModel
@@ -498,6 +506,8 @@ def read_text(config: DataConfig, runs: str | None = None) -> TextSplit:
             "for the next. Give output.dir another folder; one inside data.path is left out of the text"
         )
     unit = "byte" if config.tokenizer == BYTES else "token"
+    if config.path and config.pack is None:
+        _require_text_alone(config.path, runs)
     try:
         split = load_text(config.path, max_bytes=config.max_bytes, valid_fraction=config.valid_fraction, without=runs)
     except ValueError as error:
@@ -513,6 +523,20 @@ def read_text(config: DataConfig, runs: str | None = None) -> TextSplit:
             f"a shorter length or another valid_fraction; {_WHOLE_FILES}"
         )
     return split
+
+
+def _require_text_alone(path: str, runs: str | None) -> None:
+    """Refuse a path whose files hold records too, or may, where nothing says that they are to be left out."""
+    try:
+        found = records_beside_text(path, runs)
+    except ValueError as error:
+        raise ValueError(f"data.path: {error}") from error
+    if found:
+        named = ", ".join(found[:3]) + f" and {len(found) - 3} more" * (len(found) > 3)
+        raise ValueError(
+            f"data.path={path} holds JSON lines or Parquet files, {named}: train on those by data.format=jsonl or parquet, or "
+            "on the files of text alone by data.pack=windows"
+        )
 
 
 def tokens_of(text: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:

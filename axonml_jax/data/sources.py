@@ -645,6 +645,21 @@ FORMATS: dict[str, Any] = {"text": TextFiles, "jsonl": JsonLinesFiles, "parquet"
 """What files may be."""
 
 _SUFFIXES = {"jsonl": JSON_LINES, "parquet": PARQUET}
+_TABLES = (".json", ".csv", ".tsv")
+
+
+def records_beside_text(path: str | os.PathLike, without: str | os.PathLike | None = None) -> list[str]:
+    """The names of JSON lines and Parquet files in a folder, none of a file; `without`: a folder in it that does not count.
+
+    Raises:
+      ValueError: it is a file of which nobody knows whether it holds text.
+    """
+    if not Path(path).is_dir():
+        guessed_format(path)
+        return []
+    left_out = None if without is None else Path(without).resolve()
+    found = Folder(Path(path), (*JSON_LINES, *PARQUET), without=left_out, text=False).files
+    return [file.relative_to(path).as_posix() for file in found]
 
 
 def open_dataset(
@@ -669,8 +684,17 @@ def open_dataset(
 
 
 def guessed_format(path: str | os.PathLike) -> str:
-    """The format that the name of a file says, or the names in a folder."""
+    """The format that the name of a file says, or the names in a folder.
+
+    Raises:
+      ValueError: the name says that there are records, and not which of the formats they have.
+    """
     path = Path(path)
+    if path.suffix in _TABLES and path.is_file():
+        raise ValueError(
+            f"{path} holds records more often than text: give format=jsonl where every line is a JSON object, make such a file "
+            "where none is, or take its characters as they are by format=text, in a configuration by data.pack=windows"
+        )
     for name, suffixes in _SUFFIXES.items():
         endings = [suffix + more for suffix in suffixes for more in ("", *COMPRESSED)]
         if path.name.endswith(tuple(endings)):
