@@ -271,6 +271,25 @@ def test_sharding_settings_without_effect_or_against_each_other_are_refused(case
     assert message in refusal(write(content))
 
 
+FOR_MANY = {
+    "mesh": {"pipe": 2, "fsdp": 2, "context": 2},
+    "plan": {"sharding_strategy": "full_shard", "prefetch": 1},
+    "context": {"order": "striped", "allow_communication": True},
+    "pipeline": {"num_microbatches": 2},
+}
+
+
+def test_what_a_file_says_of_many_devices_is_left_out_by_the_flags_that_its_refusal_names(write):
+    """A run's own file, whose checkpoint is evaluated or gone on with on one device."""
+    one = [f"--mesh.{axis}=1" for axis in FOR_MANY["mesh"]]
+    said = refusal(write(FOR_MANY), *one)
+    assert "set mesh.pipe, or leave it out, as a flag --pipeline.num_microbatches 8" in said
+    flags = re.findall(r"--([a-z_.]+) ([a-z0-9]+)", said)
+    assert len(flags) == 5
+    config = read_config("train", [write(FOR_MANY), *one, *(f"--{name}={value}" for name, value in flags)])
+    assert config.plan.sharding_strategy is None and config.context.order == "auto"
+
+
 STAGES = {"full_shard": 3, "hybrid_shard": 3, "shard_grad_op": 2, "shard_optimizer": 1}
 
 

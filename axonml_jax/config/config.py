@@ -40,6 +40,7 @@ from axonml_jax.config.sections import (
     SpikesConfig,
     at_least,
     memory_size,
+    or_left_out,
     unusable,
     values_of,
 )
@@ -89,7 +90,8 @@ def against_mesh(
         unused |= {"wire": plan.wire, "reduce_wire": plan.reduce_wire}
         for name, value in unused.items():
             if value:
-                yield f"plan.{name}={value} has no effect while mesh.fsdp=1 splits nothing: set mesh.fsdp"
+                remedy = f"set mesh.fsdp{or_left_out('plan', plan, [name])}"
+                yield f"plan.{name}={value} has no effect while mesh.fsdp=1 splits nothing: {remedy}"
     if model is not None:
         if model.scan_layers and mesh.pipe > 1:
             yield f"mesh.pipe={mesh.pipe} cuts between blocks, and model.scan_layers makes one loop of them: set it to false"

@@ -1,10 +1,11 @@
 """Sections of a configuration, one class each: keys, defaults, and what each refuses."""
 
 import argparse
+import json
 import math
 import os
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -107,6 +108,21 @@ class MeshConfig:
         return {"data": self.data} | inner
 
 
+def or_left_out(section: str, config: Any, names: Collection[str] | None = None) -> str:
+    """The remedy of who cannot change the file, such as that of a run: flags that leave out what a section says.
+
+    >>> or_left_out("pipeline", PipelineConfig(num_microbatches=2))
+    ', or leave it out, as a flag --pipeline.num_microbatches 8'
+    """
+    given = {
+        f.name: f.default
+        for f in fields(config)
+        if f.name in (names or [f.name]) and getattr(config, f.name) != f.default
+    }
+    flags = " ".join(f"--{section}.{name} " + json.dumps(default).strip('"') for name, default in given.items())
+    return f", or leave it out, as {'a flag' if len(given) == 1 else 'flags'} {flags}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ContextConfig:
     """How the positions of sequences are split along mesh.context (see `ax.Context`).
@@ -143,7 +159,7 @@ class ContextConfig:
     def problems(self, mesh: MeshConfig, length: int | None) -> Iterator[str]:
         """What of it does not go with the mesh, or with sequences of a length, where it and their order are known."""
         if mesh.context == 1 and self != ContextConfig():
-            yield "the section context has no effect while mesh.context=1: set mesh.context"
+            yield f"the section context has no effect while mesh.context=1: set mesh.context{or_left_out('context', self)}"
         if mesh.context > 1:
             yield from self._against_degree(mesh, length)
 
@@ -950,7 +966,7 @@ class PipelineConfig:
         ranks, stages = mesh.pipe, mesh.pipe * self.chunks
         if ranks == 1:
             if self != PipelineConfig():
-                yield "the section pipeline has no effect while mesh.pipe=1: set mesh.pipe"
+                yield f"the section pipeline has no effect while mesh.pipe=1: set mesh.pipe{or_left_out('pipeline', self)}"
             return
         if ranks < 1:
             yield f"mesh.pipe={ranks}: must be a positive number of devices; -1 is for data and fsdp"
