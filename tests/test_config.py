@@ -220,6 +220,7 @@ UNUSABLE = {
     ("train.stuck_timeout", ".inf"): "inf: must be a finite number",
     ("train.steps", "1" + 23 * "0"): f"{10**23}: must be at most 2,147,483,647, as it is counted in 32 bits",
     ("mesh.data", str(2**31)): f"{2**31}: must be at most 2,147,483,647",
+    ("train.seed", str(2**63)): f"{2**63}: must be at most 9,223,372,036,854,775,807, as it is counted in 64 bits",
     ("data.max_bytes", str(2**63)): f"{2**63}: must be at most 9,223,372,036,854,775,807, as it is counted in 64 bits",
 }
 

@@ -455,6 +455,12 @@ def generate_text(given: argparse.Namespace, flags: Sequence[str]) -> int:
 def _problems(given: argparse.Namespace) -> Iterator[str]:
     if given.length < 1:
         yield f"length={given.length} is below 1"
+    if given.count < 1:
+        yield f"--count {given.count}: is below 1"
+    if not -(2**63) <= given.seed < 2**63:
+        yield f"--seed {given.seed}: does not fit 64 bits"
+    if "" in given.stop:
+        yield "--stop '': every text ends with it at once: give at least one character"
     if given.prompt is not None and given.prompt_file is not None:
         yield "--prompt and --prompt-file both say how the text begins: give one"
 

@@ -227,7 +227,7 @@ NO_LOSS = LossConfig()
 _COUNTED = 2**31 - 1
 _ANY_TEXT = ("sample.prompt", "init_args")
 """Keys whose text is never a path or a name."""
-_WIDER = {"data.max_bytes": 2**63 - 1, "train.seed": 2**64 - 1}
+_WIDER = {"data.max_bytes": 2**63 - 1, "train.seed": 2**63 - 1}
 
 
 def unusable(key: str, value: Any) -> list[str]:

@@ -1,5 +1,6 @@
 """Text from a causal model, token by token: caches, windows, sampling, prompts."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +35,7 @@ class Sampling:
     def problems(self) -> list[str]:
         """Everything that is wrong with it."""
         found = {
-            f"temperature={self.temperature} is negative": self.temperature < 0,
+            f"temperature={self.temperature} is negative, or no finite number": not 0 <= self.temperature < math.inf,
             f"top_k={self.top_k} is below 1": self.top_k is not None and self.top_k < 1,
             f"top_p={self.top_p} is not above 0 and at most 1": self.top_p is not None and not 0 < self.top_p <= 1,
         }
