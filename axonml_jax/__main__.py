@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from axonml_jax.cli.flags import TRACEBACK, refusal, traceback_wanted
+from axonml_jax.cli.flags import TRACEBACK, in_flags, refusal, traceback_wanted
 from axonml_jax.mesh.join import in_a_job, leave_now
 from axonml_jax.mesh.launchers import ray_context
 
@@ -84,7 +84,7 @@ def _status(arguments: Sequence[str]) -> int:
             raise
         if traceback_wanted():
             traceback.print_exception(error)
-        print(f"axonml-jax: error: {said}", file=sys.stderr)
+        print(f"axonml-jax: error: {in_flags(said)}", file=sys.stderr)
         return USAGE_ERROR
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from axonml_jax import __main__ as command_line
 from axonml_jax.__main__ import main
-from axonml_jax.cli.flags import TRACEBACK, refusal
+from axonml_jax.cli.flags import TRACEBACK, in_flags, refusal
 from axonml_jax.mesh.shape import MeshShape
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -82,6 +82,7 @@ WRONG = {
         ((*SMALL, "--hardware", "rtx4090"), "on the command line: measure"),
         ((*SMALL, "--length", "0"), "length=0: each must be at least 1"),
         ((*SMALL, "--devices", "0"), "num_devices=0: each must be at least 1"),
+        ((*SMALL, "--axes", "data", "--max-memory", "1"), "another batch (a multiple of the devices), --offload, or"),
         ((*SMALL, "--efficiency", "2"), "shares lie between 0 and 1"),
         ((*SMALL, "--axes", "data", "--write", "none/x.yaml"), "none/x.yaml"),
     ],
@@ -124,6 +125,14 @@ def test_a_wrong_command_line_is_refused_in_one_message(command, flags, words, t
     assert main([command, *flags]) == 2
     out, err = capsys.readouterr()
     assert out == "" and words in err and "Traceback" not in err  # nothing is printed before what is cheap to check
+
+
+def test_remedies_of_the_memory_that_a_step_takes_are_keys_of_a_configuration():
+    kept = "memory='5': give as much, smaller microbatches (accumulate=), or a plan that splits more (ax.FSDP, more devices)"
+    assert in_flags(kept).endswith(
+        "smaller microbatches (plan.accumulate), or a plan that splits more (mesh.fsdp, more devices)"
+    )
+    assert in_flags("say: give bytes, as memory='16GiB'") == "say: give bytes, as --plan.memory 16GiB"
 
 
 def ours():

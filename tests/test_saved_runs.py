@@ -190,6 +190,12 @@ REFUSED = {
         "a",
     ),
     "--stop '': every text ends with it at once": ("generate", "runs/quick", "--stop", "", "--prompt", "a"),
+    "give the model and the optimizer that made it, or begin a new run": (
+        "eval",
+        "runs/quick",
+        "--model.num_layers",
+        "3",
+    ),
     "length=0 is below 1": ("generate", "runs/quick", "--prompt", "a", "--length", "0"),
     "--prompt and --prompt-file both say": ("generate", "runs/quick", "--prompt", "a", "--prompt-file", "b"),
     "the prompt is empty": ("generate", "runs/quick", "--prompt", ""),
