@@ -7,6 +7,7 @@ import time
 import types
 from functools import partial
 from itertools import repeat
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,13 +25,15 @@ from axonml_jax.cli.records import (
     plot_losses,
     progress,
     read_records,
+    report,
 )
 from axonml_jax.cli.run import Record, fit
-from axonml_jax.config.config import ConfigError
+from axonml_jax.config.config import ConfigError, read_config
 from axonml_jax.config.objects import learning_rate, make_optimizer
 from axonml_jax.config.sections import OptimConfig
 from axonml_jax.training.compile import Throughput
 
+QUICKSTART = str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")
 SPEED = Throughput(tokens_per_step=100, flops_per_token=10.0, num_devices=1, peak_flops=1e6)
 
 
@@ -327,3 +330,12 @@ def test_matrices_decay_and_vectors_do_not(name):
     tx = make_optimizer(OptimConfig(name=name, learning_rate=1.0, weight_decay=0.5, schedule="constant"), steps=10)
     updates, _ = tx.update({key: np.zeros_like(value) for key, value in params.items()}, tx.init(params), params)
     assert np.allclose(updates["matrix"], -0.5) and np.allclose(updates["vector"], 0)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_checkpoints_are_among_the_files_that_a_run_names_when_there_are_some(saved, tmp_path, capsys):
+    (tmp_path / "checkpoints" / ("step_00000002" if saved else "")).mkdir(parents=True)
+    (tmp_path / "checkpoints" / "owner.json").write_text("{}")
+    config = read_config("train", [QUICKSTART, "--output.plot=false"])
+    report(config, types.SimpleNamespace(), [Record(2, {"loss": 1.0})], tmp_path)
+    assert ("checkpoints" in capsys.readouterr().out.replace("\n", " ").split(":")[-1]) == saved

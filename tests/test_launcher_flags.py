@@ -70,6 +70,12 @@ def test_streams_are_chosen_by_local_rank():
 REFUSED = {
     "no script": ([], "give a script"),
     "a missing script": (["trian.py"], "no such script: trian.py; did you mean train.py?"),
+    "a configuration": (
+        ["job.yaml", "--train.steps", "2"],
+        "job.yaml is no script: say --module axonml_jax train job.yaml",
+    ),
+    "a command": (["train", "job.yaml"], "train is no script: say --module axonml_jax train job.yaml"),
+    "a command on a run": (["eval", "runs/it"], "eval is no script: say --module axonml_jax eval runs/it"),
     "a missing module": (["-m", "nowhere.at.all"], "no module named 'nowhere'"),
     "an unknown flag": (
         ["--nproc-per-nod", "2", "train.py"],

@@ -804,7 +804,7 @@ def report(config: RunConfig, data: TextData, records: list[Record], folder: Pat
         if config.experts.num_experts:
             note = plot_expert_loads(records, folder / "experts.png", title=f"{config.name}: load of each expert")
             files += ", experts.png" if note is None else f" ({note})"
-    files += ", checkpoints" * (folder / CHECKPOINT_FOLDER).exists()
+    files += ", checkpoints" * any((folder / CHECKPOINT_FOLDER).glob("step_*"))
     files += ", metrics.csv" * config.output.csv + ", wandb" * (config.output.wandb is not None)
     files += ", mlflow.id" * (config.output.mlflow is not None)
     files += ", tensorboard" * config.output.tensorboard + ", trace" * (folder / "trace").exists()

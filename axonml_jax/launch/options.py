@@ -29,6 +29,9 @@ MOST_NODES = 2**14
 LAST_CALL = 30.0
 """torchrun's seconds to wait for more machines once there are enough."""
 
+_OF_A_RUN = ("train", "eval", "generate")
+"""Commands of `axonml-jax` that several processes run together."""
+
 _NO_RENDEZVOUS = "the launcher of node 0 is the only rendezvous, found by --master-addr and --master-port"
 _NOT_NEEDED: dict[str, str] = {
     "--rdzv-backend": _NO_RENDEZVOUS,
@@ -343,6 +346,10 @@ def _missing_program(given: argparse.Namespace) -> list[str]:
         )
         return [] if found else [f"no module named {top!r} (looked in {os.getcwd()} and this Python's packages)"]
     path = Path(given.target)
+    config = given.target if path.suffix in (".yaml", ".yml") else next(iter(given.arguments), "CONFIG")
+    if config == given.target or (given.target in _OF_A_RUN and not path.exists()):
+        command = given.target if given.target in _OF_A_RUN else "train"
+        return [f"{given.target} is no script: say --module axonml_jax {command} {config}"]
     if (kind := not_a_file(path)) and not path.is_dir():
         return [f"{path} is {kind}, which every process would read: give a script"]
     if path.exists():
