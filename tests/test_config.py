@@ -136,6 +136,30 @@ def test_numbers_are_read_as_people_write_them(write):
     assert config.optim.learning_rate == 3e-4 and config.data.max_bytes == 1000
 
 
+@pytest.mark.parametrize(
+    "given, found",
+    [
+        ("FULL", "full"),
+        ("null", None),
+        ('["attn_out", "mlp/up/kernel"]', ("attn_out", "mlp/up/kernel")),
+        ("[host:input]", ("host:input",)),
+        ("{blocks/0: [attn_out], head: full}", {"blocks/0": ("attn_out",), "head": "full"}),
+    ],
+)
+def test_what_is_recomputed_is_said_by_a_word_by_names_or_unit_by_unit(given, found, write):
+    in_file = read_config("train", [write({"plan": {"remat": yaml.safe_load(given)}})])
+    by_flag = read_config("train", [write({}), f"--plan.remat={given}"])
+    again = read_config("train", [write(as_dict(in_file))])
+    assert in_file.plan.remat == by_flag.plan.remat == again.plan.remat == found
+
+
+@pytest.mark.parametrize("given", ["foo", "[1]", "{blocks: 3}", "{blocks: {a: b}}", "3"])
+def test_what_is_recomputed_is_nothing_else(given, write):
+    assert "must be one of full, selective, or a list such as [text], or a mapping such as" in refusal(
+        write({}), f"--plan.remat={given}"
+    )
+
+
 def test_a_yes_or_no_flag_alone_means_yes(write):
     config = read_config("train", [write({}), "--profile", "--output.plot", "false", "--plan.check_vma"])
     assert config.profile and config.plan.check_vma and not config.output.plot

@@ -365,6 +365,20 @@ def as_yaml(text: str) -> Any:
         return text
 
 
+def names_in(value: Any) -> tuple[str, ...] | dict[str, tuple[str, ...] | str] | None:
+    """A list of names, or a mapping to some or to one each, as a file or a flag's text has it; None for anything else.
+
+    >>> names_in("[attn_out]"), names_in({"blocks/0": ["host:input"], "head": "full"}), names_in("[1]"), names_in("text")
+    (('attn_out',), {'blocks/0': ('host:input',), 'head': 'full'}, None, None)
+    """
+    found = as_yaml(value) if isinstance(value, str) else value
+    if isinstance(found, Mapping):
+        inside = {name: each if isinstance(each, str) else names_in(each) for name, each in found.items()}
+        return inside if all(isinstance(each, str | tuple) for each in inside.values()) else None
+    are_names = isinstance(found, list | tuple) and all(isinstance(each, str) for each in found)
+    return tuple(found) if are_names else None
+
+
 def _fits(value: Any, kind: Any) -> bool:
     if typing.get_origin(kind) is list:
         return isinstance(value, list) and all(_fits(each, *typing.get_args(kind)) for each in value)
@@ -1028,7 +1042,8 @@ def config_parser(command: str, more: str = "", own: bool = False) -> ArgumentPa
             {"required": True} if needed else {"default": None if default is MISSING else default}
         )
         taken = Structure(kind, _in_words(kind)) if is_structure(kind) else kind
-        taken = Choice(key, kind, _in_words(kind)) if values_of(kind) else taken
+        others = names_in if any(typing.get_origin(part) is tuple for part in typing.get_args(kind)) else None
+        taken = Choice(key, kind, _in_words(kind), others) if values_of(kind) else taken
         groups[section].add_argument(f"--{key}", type=taken, help=text, metavar=name.upper(), **required)
     return parser
 
@@ -1223,6 +1238,7 @@ _WORDS: dict[Any, str] = {
     dict[str, float]: "a mapping such as {path: 0.5}",
     dict[str, str]: "a mapping such as {query/kernel: in out out}",
     tuple[str, ...]: "a list such as [text]",
+    dict[str, tuple[str, ...] | str]: "a mapping such as {blocks: [text]}",
     list[dict[str, Any]]: "a list of mappings",
 }
 

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import typing
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -288,11 +288,13 @@ class Choice:
 
     Args:
       key: of the setting; its last part is the row of the table of synonyms.
-      kind: a Literal, or one or None.
+      kind: a Literal, or one or None, or beside other kinds.
       words: the values as people read them.
+      others: reads a value of the other kinds; None: there are none, or it is of none.
     """
 
-    def __init__(self, key: str, kind: Any, words: str):
+    def __init__(self, key: str, kind: Any, words: str, others: Callable[[Any], Any] | None = None):
+        self._others = others
         self._setting = key.rpartition(".")[2]
         self._values = values_of(kind)
         self._nullable = type(None) in typing.get_args(kind)
@@ -308,6 +310,8 @@ class Choice:
             return None
         found = meant(self._setting, value, self._values)
         if found not in self._values:
+            if self._others is not None and (other := self._others(value)) is not None:
+                return other
             raise WrongChoice(f"Given value: {value}")
         return found
 
