@@ -58,10 +58,7 @@ _IN_PYTHON = (
     ),
     (r"pass devices=jax\.devices\(\)\[:(\d+)\]", r"{fewer}"),
     (r"ax\.Plan\(draws='rows'\)", "--plan.draws rows"),
-    (
-        r"accept=\([^)]*\) takes what fits and leaves the rest as it is",
-        r"give the model and the optimizer that made it, or begin a new run",
-    ),
+    (r"accept=\(.*", "give the model and the optimizer that made it, or begin a new run"),
     (r"\boffload=True\b", "--offload"),
     (
         r"\(accumulate=\), or a plan that splits more \(ax\.FSDP,",

@@ -506,9 +506,9 @@ def read_text(config: DataConfig, runs: str | None = None) -> TextSplit:
             "for the next. Give output.dir another folder; one inside data.path is left out of the text"
         )
     unit = "byte" if config.tokenizer == BYTES else "token"
-    if config.path and config.pack is None:
-        _require_text_alone(config.path, runs)
     try:
+        if config.path and config.pack is None:
+            _require_text_alone(config.path, runs)
         split = load_text(config.path, max_bytes=config.max_bytes, valid_fraction=config.valid_fraction, without=runs)
     except ValueError as error:
         raise ValueError(f"data: {error}") from error
@@ -527,14 +527,10 @@ def read_text(config: DataConfig, runs: str | None = None) -> TextSplit:
 
 def _require_text_alone(path: str, runs: str | None) -> None:
     """Refuse a path whose files hold records too, or may, where nothing says that they are to be left out."""
-    try:
-        found = records_beside_text(path, runs)
-    except ValueError as error:
-        raise ValueError(f"data.path: {error}") from error
-    if found:
+    if found := records_beside_text(path, runs):
         named = ", ".join(found[:3]) + f" and {len(found) - 3} more" * (len(found) > 3)
         raise ValueError(
-            f"data.path={path} holds JSON lines or Parquet files, {named}: train on those by data.format=jsonl or parquet, or "
+            f"{path} holds JSON lines or Parquet files, {named}: train on those by data.format=jsonl or parquet, or "
             "on the files of text alone by data.pack=windows"
         )
 
