@@ -307,5 +307,7 @@ def test_a_text_ends_where_after_token_says_so():
 
 
 def test_sampling_that_cannot_work_is_refused_with_all_that_is_wrong():
-    with pytest.raises(ValueError, match=r"temperature=-1.0 is negative, or .*; top_k=0 is below 1; top_p=2.0 is not above 0"):
+    with pytest.raises(
+        ValueError, match=r"temperature=-1.0 is negative, or .*; top_k=0 is below 1; top_p=2.0 is not above 0"
+    ):
         generate(make(LLAMA), PROMPTS, 1, jax.random.key(0), temperature=-1.0, top_k=0, top_p=2.0)
