@@ -170,6 +170,18 @@ REFUSED = {
     "is no run's folder; did you mean runs/quick?": ("eval", "runs/quik"),
     "--step 4: runs/quick has no such checkpoint; there are 3, 6": ("eval", "runs/quick", "--step", "4"),
     "--batches 0: must be at least 1": ("eval", "runs/quick", "--batches", "0"),
+    "--optim.learning_rate, --train.steps, --resume: eval trains nothing, so this would change nothing: leave it out": (
+        "eval",
+        "runs/quick",
+        "--optim.learning_rate",
+        "1",
+        "--train.steps=5",
+        "--resume",
+        "auto",
+        "--train.eval_batches",
+        "3",
+    ),
+    "--sample.temperature: generate trains nothing": ("generate", "runs/quick", "--sample.temperature", "0.5"),
     "unknown flag --bathces": ("eval", "runs/quick", "--bathces", "3"),
     "temperature=-1.0 is negative, or no finite number; top_p=3.0": (
         "generate",

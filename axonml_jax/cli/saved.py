@@ -34,7 +34,7 @@ from axonml_jax.cli.run import (
     start_devices,
 )
 from axonml_jax.cli.tasks import check_tokenizer, from_start, load_data, loss_of, read_data, shapes_of
-from axonml_jax.config.config import NEWEST, ConfigError, RunConfig, nearest_file, read_config, yaml_in
+from axonml_jax.config.config import NEWEST, ConfigError, RunConfig, keys_given, nearest_file, read_config, yaml_in
 from axonml_jax.data.documents import TextSoFar, Tokenizer, load_tokenizer
 from axonml_jax.data.loader import DataLoader
 from axonml_jax.facade.generate import generate
@@ -87,6 +87,22 @@ class SavedRun:
         return ground, model
 
 
+_OF_TRAINING = (
+    "name",
+    "profile",
+    "resume",
+    "callbacks",
+    "optim",
+    "ema",
+    "train",
+    "spikes",
+    "checkpoint",
+    "sample",
+    "output",
+)
+_READ = ("train.global_batch_size", "train.eval_batches", "train.seed", "output.dir", "output.compiled")
+
+
 def saved_run(command: str, given: argparse.Namespace, flags: Sequence[str]) -> SavedRun:
     """The run that the arguments name.
 
@@ -96,7 +112,7 @@ def saved_run(command: str, given: argparse.Namespace, flags: Sequence[str]) -> 
       flags: keys of the configuration that shall be other than the run's, such as `--mesh.fsdp 4`.
 
     Raises:
-      ConfigError: for a folder that is none of a run, or a step that has no checkpoint.
+      ConfigError: for a folder that is none of a run, a step that has no checkpoint, or keys that are a training's alone.
     """
     folder, step = Path(given.run), given.step
     if folder.parent.name == CHECKPOINT_FOLDER:  # a checkpoint in its run
@@ -108,6 +124,11 @@ def saved_run(command: str, given: argparse.Namespace, flags: Sequence[str]) -> 
         hint = f"; did you mean {near}?" if near else "; axonml-jax runs FOLDER lists those of a folder"
         raise ConfigError(f"{given.run}: there is no {NEWEST} in it, so it is no run's folder{hint}")
     config = read_config(command, [str(folder / NEWEST), *flags], imports=given.allow_imports)
+    idle = [key for key in keys_given(flags) if key.partition(".")[0] in _OF_TRAINING and key not in _READ]
+    if idle:
+        raise ConfigError(
+            f"--{', --'.join(idle)}: {command} trains nothing, so this would change nothing: leave it out"
+        )
     number = _chosen(folder, step)
     checkpoint = _checkpoints(folder)[number]
     if given.ema and isinstance(checkpoint, Path):  # of one at a URL it is seen when it is restored

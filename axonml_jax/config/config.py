@@ -1140,6 +1140,11 @@ def _flags_of(flags: Sequence[str]) -> dict[str, Any]:
     return {key: as_yaml(text if equals else after) for key, equals, text, after in pairs}
 
 
+def keys_given(flags: Sequence[str]) -> list[str]:
+    """The keys of a configuration that flags give, by our names."""
+    return list(_flags_of([_by_our_name(flag) for flag in flags]))
+
+
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values by key as a file has them, section by section."""
     found: dict[str, Any] = {}
