@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 from shared_programs import share_programs
 
 jax.config.update("jax_enable_x64", True)
@@ -26,6 +27,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # What they compile is theirs: nothing is kept between runs, nor in the folder of whoever runs them.
 jax.config.update("jax_enable_compilation_cache", False)
 os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "0")
+
+# On a machine that is busy examples are slow to draw, which says nothing of what is tested.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -100,9 +100,9 @@ def test_a_run_stopped_by_sigterm_and_resumed_ends_bit_for_bit_like_an_uninterru
     assert losses(folder) == losses(uninterrupted)
     assert [step for step, *_ in losses(folder)] == [1, 2, 3, 4, 6, 8, 9]
     assert arrays(folder, 9) == arrays(uninterrupted, 9)
-    # The run's own clock goes on: the second process compiled too.
+    # The run's own clock goes on.
     times = {record.step: record.metrics["wall_time"] for record in read_records(folder / "metrics.jsonl")}
-    assert times[6] > times[4] + times[1] / 4 and list(times.values()) == sorted(times.values())
+    assert list(times.values()) == sorted(times.values())
     assert train(place, f"--resume={folder}") == 0  # it is at its end: nothing happens
     assert losses(folder) == losses(uninterrupted)
 
