@@ -372,11 +372,16 @@ def names_in(value: Any) -> tuple[str, ...] | dict[str, tuple[str, ...] | str] |
     (('attn_out',), {'blocks/0': ('host:input',), 'head': 'full'}, None, None)
     """
     found = as_yaml(value) if isinstance(value, str) else value
-    if isinstance(found, Mapping):
-        inside = {name: each if isinstance(each, str) else names_in(each) for name, each in found.items()}
-        return inside if all(isinstance(each, str | tuple) for each in inside.values()) else None
-    are_names = isinstance(found, list | tuple) and all(isinstance(each, str) for each in found)
-    return tuple(found) if are_names else None
+    if not isinstance(found, Mapping):
+        return _names(found)
+    inside = {name: each if isinstance(each, str) else _names(each) for name, each in found.items()}
+    known = {name: each for name, each in inside.items() if each is not None}
+    return known if len(known) == len(inside) else None
+
+
+def _names(value: Any) -> tuple[str, ...] | None:
+    are_names = isinstance(value, list | tuple) and all(isinstance(each, str) for each in value)
+    return tuple(value) if are_names else None
 
 
 def _fits(value: Any, kind: Any) -> bool:
