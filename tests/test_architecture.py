@@ -239,7 +239,7 @@ def test_no_file_is_named_after_nothing():
 
 CEILINGS = {
     "files with more than five lines of code": 190,
-    "lines of code": 56_350,
+    "lines of code": 56_400,
     "arrows between files": 1_322,
     "methods of the widest class": 29,
     "modules that `ax.DDP` imports": 45,
