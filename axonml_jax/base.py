@@ -53,13 +53,17 @@ def host_arrays(tree: PyTree) -> PyTree:
     return jax.tree.map(_on_host, tree) if any(map(_is_foreign, jax.tree.leaves(tree))) else tree
 
 
-_OWN = (np.ndarray, np.generic, int, float, complex, str, bytes)
+_FOREIGN: dict[type, bool] = {}
 
 
 def _is_foreign(x: Any) -> bool:
-    import jax
+    found = _FOREIGN.get(type(x))
+    if found is None:
+        import jax
 
-    return not isinstance(x, _OWN) and hasattr(x, "__array__") and not isinstance(x, jax.Array)
+        own = isinstance(x, np.ndarray | np.generic | jax.Array | type)
+        found = _FOREIGN[type(x)] = hasattr(x, "__array__") and not own
+    return found
 
 
 def _on_host(x: Any) -> Any:
