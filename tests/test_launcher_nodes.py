@@ -1,6 +1,7 @@
 """Several machines: their launchers (here on one) gather, refuse what does not fit, and stop and restart together."""
 
 import contextlib
+import re
 import signal
 import socket
 import subprocess
@@ -129,6 +130,16 @@ def test_launchers_learn_the_sizes_of_all_machines(monkeypatch):
         ["--nnodes=3", f"--node-rank={node}", f"--nproc-per-node={size}"] for node, size in ((2, 5), (0, 1), (1, 3))
     ]
     assert gather(monkeypatch, *flags) == [[1, 3, 5]] * 3
+
+
+@pytest.mark.parametrize(
+    "node, whom", [(0, "the launchers of the other machines"), (1, r"node 0's launcher at 127\.0\.0\.1:\d+")]
+)
+def test_a_launcher_that_waits_says_for_whom(monkeypatch, capsys, node, whom):
+    monkeypatch.setattr(nodes, "QUIET", 0.1)
+    (said,) = gather(monkeypatch, ["--nnodes=2", f"--node-rank={node}"], timeout=1.0)
+    assert "--node-rank from 0" in said
+    assert len(re.findall(f"launch: waiting for {whom}, up to 1 s\n", capsys.readouterr().err)) == 1
 
 
 MISFITS = {

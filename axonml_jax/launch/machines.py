@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import math
 import selectors
 import socket
 import sys
@@ -896,6 +897,9 @@ class Gathering:
 GATHER_TIMEOUT = 300.0
 """Seconds in which the launchers of all machines must be started, or of as many as there must be."""
 
+QUIET = 10.0
+"""Seconds after which a launcher says whom it waits for."""
+
 _TICK = 0.1
 
 
@@ -922,11 +926,14 @@ class Nodes:
         self._gathering: Gathering | None = None
         self._heard = Heard()
         self._start = Start(0, 0, (), ())
+        self._says_at = math.inf
 
     def __enter__(self) -> "Nodes":
+        self._says_at = time.monotonic() + QUIET
         try:
             if self._options.nnodes > 1:
                 self._gather() if self._me == 0 else self._call()
+            self._says_at = math.inf
         except BaseException:
             self.__exit__()
             raise
@@ -1121,6 +1128,10 @@ class Nodes:
     def _pause(self, sources: Sequence) -> None:
         readable([self._interrupts, *sources], _TICK)
         self._lines.beat()
+        if time.monotonic() > self._says_at:
+            self._says_at, there = math.inf, f"{self._options.master_addr}:{self._options.master_port}"
+            whom = f"node 0's launcher at {there}" if self._me else "the launchers of the other machines"
+            print_note(f"waiting for {whom}, up to {GATHER_TIMEOUT:g} s")
         self._interrupts.drain()
         if self._interrupts.received:
             self.leave(f"the launcher of node {self._me} was stopped by {self._interrupts.received[0].name}")
