@@ -94,7 +94,7 @@ WRONG = {
         (("--stages", "2", "--microbatches", "2", "--svg", "none/x.svg"), "--svg none/x.svg: there is no folder none"),
         (("--stages", "2", "--microbatches", "2", "--width", "0"), "--width 0: a line has at least 20 characters"),
     ],
-    "devices": [(("--simulated", "0"), "must be at least 1"), (("--simulated", "few"), "invalid int value: 'few'")],
+    "devices": [(("--simulated", "0"), "must be 1 to 8,192"), (("--simulated", "few"), "invalid int value: 'few'")],
     "launch": [
         (("none.py",), "no such script: none.py"),
         (("pipe",), "pipe is a FIFO, which every process would read: give a script"),

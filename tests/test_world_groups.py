@@ -104,8 +104,9 @@ def test_more_mock_ranks_than_devices_are_refused_with_the_remedy():
         World.mock(999)
     with pytest.raises(RuntimeError, match="already started with"):
         fake_devices(999)
-    with pytest.raises(ValueError, match="at least 1"):
-        fake_devices(0)
+    for number in (0, 8193):  # of more XLA ends the process, for want of threads
+        with pytest.raises(ValueError, match=r"must be 1 to 8,192; a plan for more .*\(axonml-jax plan, ax\.plan\)"):
+            fake_devices(number)
 
 
 def test_fake_devices_is_content_with_what_it_would_make():

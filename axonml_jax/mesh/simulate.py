@@ -148,6 +148,9 @@ _TIMEOUT_FLAGS = {
 }
 
 
+_MOST = 8192
+
+
 def fake_devices(n: int) -> None:
     """Make this process see `n` simulated CPU devices. Call it before anything touches a JAX device.
 
@@ -157,14 +160,17 @@ def fake_devices(n: int) -> None:
     several launched processes every process gets n of its own, and the first says so.
 
     Args:
-      n: number of devices, at least 1.
+      n: number of devices, 1 to 8,192.
 
     Raises:
-      ValueError: when n is not positive.
+      ValueError: for any other n: XLA starts three threads for each device, and ends the process where Linux gives no more.
       RuntimeError: when JAX has already started with other devices.
     """
-    if n < 1:
-        raise ValueError(f"fake_devices({n}): the number of simulated devices must be at least 1")
+    if not 1 <= n <= _MOST:
+        raise ValueError(
+            f"fake_devices({n}): the number of simulated devices must be 1 to {_MOST:,}; a plan for more is made, priced and "
+            "proven without devices (axonml-jax plan, ax.plan)"
+        )
     launch = _launch()
     threads = pool_threads(n, 1 if launch is None else launch.local_size or 1)
     if not backend_started():
