@@ -202,6 +202,15 @@ def test_a_loss_that_maps_the_model_is_taken_in_microbatches_where_it_is_proven_
     assert "two sums" in cell(mapped_sum, plain(mapped_sum, 16), 16, "tensor", linen=False, check_vma=False)
 
 
+@pytest.mark.parametrize("rows", [8, 16])
+def test_a_loss_that_divides_by_one_fewer_than_the_rows_means_the_whole_batch(rows):
+    """A rank of one row would divide by 0."""
+    one_fewer = lambda net, b: (net(b["x"]) ** 2).sum() / (len(b["x"]) - 1)
+    trainer = ax.DDP(Net(nnx.Rngs(0)), mesh_of(data=8)).trainer(optax.sgd(0.1), one_fewer)
+    batch = batch_of(rows)
+    np.testing.assert_allclose(trainer.step(batch)["loss"], one_fewer(Net(nnx.Rngs(0)), batch), rtol=1e-10)
+
+
 def masked(net, b):
     return (nll(net(b["x"]), b["y"]) * b["mask"]).sum() / b["mask"].sum()
 

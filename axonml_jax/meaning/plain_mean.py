@@ -167,10 +167,10 @@ class Walk:
         (known,), (whole, own) = sums, map(np.asarray, numbers[0])
         if not _is_float(whole) or (equation.name == "div" and not given[0].is_sum):
             raise NotProven
-        ratio = complex(whole) / complex(own) if equation.name == "div" else complex(own) / complex(whole)
+        grown, base = map(complex, (whole, own) if equation.name == "div" else (own, whole))
         # Numbers of 16 bits are held to float32 too: n - 1 is within their rounding of n.
         precision = min(float(jnp.finfo(kind).eps) for kind in (whole.dtype, jnp.float32))
-        if abs(ratio * float(self.parts) - 1) > 4 * precision:
+        if not abs(grown * float(self.parts) - base) <= 4 * precision * abs(base):
             raise NotProven
         return Known(known.places, known.factor * self.parts)
 
