@@ -231,3 +231,17 @@ def test_a_run_at_a_url_that_goes_back_keeps_what_it_saves_then(s3, caplog):  # 
             "step 25 is saved, and there are checkpoints of it or later steps, [30, 40], which the run" in caplog.text
         )
     assert len({path.split("/")[3] for path in s3.objects if ".commit" not in path and "/step_" in path}) == 3 + 4
+
+
+def test_a_save_that_is_tried_again_at_its_step_puts_nothing_aside(s3, cache, caplog):  # noqa: F811
+    with ax.CheckpointManager(URL, every=1, max_failures=3) as manager:
+        manager.save(1, Weights(1))
+        manager.wait()
+        s3.refuse = lambda method, path: 503 if method == "PUT" else None
+        manager.save(2, Weights(7))
+        manager.settle()
+        s3.refuse = lambda method, path: None
+        assert manager.save(2, Weights(2))
+        manager.wait()
+        assert manager.steps == [1, 2] and left(cache) == []
+    assert "gone back" not in caplog.text and go_on() == 2

@@ -426,7 +426,7 @@ class CheckpointManager:
         self._saver = arrays.checkpointer(self._team)
         self._saving: Saving | None = None
         self._tell: Any = None  # a trainer's, which has callbacks
-        self._newest, self._claimed, self._restored = None, False, False
+        self._newest, self._tried, self._claimed, self._restored = None, None, False, False
         self._owner: Ownership | None = None  # in the main process
         self._passed_over: list[Path] = []
 
@@ -533,7 +533,7 @@ class CheckpointManager:
         try:
             saving.wait()
         except BaseException as error:
-            self._newest = None  # it may be tried again
+            self._tried, self._newest = self._newest, None  # it may be tried again
             if not isinstance(error, OSError):
                 raise
             self._failures.take(error, self._team.leads)
@@ -628,7 +628,7 @@ class CheckpointManager:
                     failed = error
                     self._pass_over(folder, error)
                     continue
-                self._newest, self._restored = candidate, True
+                self._newest, self._tried, self._restored = candidate, None, True
                 self._ungraded = -1 if self.best in manifest.metrics else self._ungraded
                 if failed is not None and self._team.leads:
                     logger.warning("falling back to the last good checkpoint, %s", self._place.name_of(candidate))
@@ -646,7 +646,7 @@ class CheckpointManager:
             replace=True,
             verify=self._verify,
             owner=self._owner,
-            begun=partial(abandon_from, self.folder, step),
+            begun=partial(abandon_from, self.folder, step + (step == self._tried)),
             placed=self._place.placed and partial(self._place.placed, step),
             committed=partial(self._place.committed, step),
         )
