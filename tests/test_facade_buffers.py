@@ -332,7 +332,7 @@ class PlainNumbers(nnx.Module):
 
 
 @pytest.mark.parametrize("face", [ax.DDP, ax.FSDP])
-def test_numbers_of_python_are_parameters_and_state(mesh, face):
+def test_numbers_of_python_are_parameters_and_state(mesh, face, tmp_path):
     def loss_fn(model, x):
         return jnp.mean((model(x) - 1) ** 2) + 0.1 * model.aux
 
@@ -347,3 +347,7 @@ def test_numbers_of_python_are_parameters_and_state(mesh, face):
     made = trainer.model.module
     assert int(made.calls) == 2
     np.testing.assert_allclose([made.aux, made.scale.get_value()], [plain.aux, plain.scale.get_value()], rtol=1e-5)
+    made.calls = jnp.int32(made.calls)  # as it is without jax_enable_x64
+    ax.save(tmp_path / "run", made)
+    ax.restore(tmp_path / "run", again := PlainNumbers(nnx.Rngs(1)))
+    assert again.calls == 2 and again.aux == made.aux

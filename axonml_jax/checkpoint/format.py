@@ -1036,7 +1036,7 @@ _SHOWN = 10
 def differences(
     wanted: Mapping[str, Leaf], found: Mapping[str, Entry], optional: tuple[str, ...] = OPTIONAL
 ) -> dict[str, dict[str, str]]:
-    """What does not fit, by kind of difference and name, in words. Floating-point dtypes fit each other.
+    """What does not fit, by kind of difference and name, in words. Floating-point dtypes fit each other, integers an int.
 
     Args:
       wanted: what shall be restored.
@@ -1045,7 +1045,7 @@ def differences(
     """
     mismatched = {}
     for name, leaf in wanted.items():
-        if name in found and (problem := _mismatch(entry_of(leaf), found[name], leaf.entries)):
+        if name in found and (problem := _mismatch(leaf, found[name])):
             mismatched[name] = problem
     missing = {name: _shape(entry_of(leaf)) for name, leaf in wanted.items() if name not in found}
     unexpected = {name: _shape(entry) for name, entry in found.items() if name not in wanted}
@@ -1107,13 +1107,14 @@ def listing(found: Mapping[str, Mapping[str, str]]) -> list[str]:
     return [*lines[:_SHOWN], f"  ... and {len(lines) - _SHOWN} more; in all {counts}"]
 
 
-def _mismatch(need: Entry, got: Entry, entries: str) -> str | None:
+def _mismatch(leaf: Leaf, got: Entry) -> str | None:
+    need, entries = entry_of(leaf), leaf.entries
     if need.key != got.key:
         return f"(saved as {got.key or got.dtype}, needed as {need.key or need.dtype})"
     if need.shape != got.shape:
         return f"(saved {_shape(got)}, needed {_shape(need)}{entries and f', {entries}'})"
-    floating = [jnp.issubdtype(jnp.dtype(entry.dtype), jnp.floating) for entry in (need, got)]
-    if need.dtype != got.dtype and not all(floating):
+    kind = jnp.integer if isinstance(leaf.array, int) else jnp.floating
+    if need.dtype != got.dtype and not all(jnp.issubdtype(jnp.dtype(entry.dtype), kind) for entry in (need, got)):
         return f"(saved as {got.dtype}, needed as {need.dtype})"
     return None
 
