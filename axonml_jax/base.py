@@ -74,8 +74,10 @@ def _on_host(x: Any) -> Any:
     x = x.detach() if hasattr(x, "detach") else x
     try:
         return np.asarray(x)
-    except TypeError:  # bfloat16, which is none of NumPy's own
-        return np.asarray(jax.numpy.from_dlpack(x))
+    except TypeError:  # bfloat16, which is none of NumPy's own; JAX takes no part of a larger tensor
+        with contextlib.suppress(Exception):
+            return np.asarray(jax.numpy.from_dlpack(x.contiguous() if hasattr(x, "contiguous") else x))
+        raise  # a sparse tensor, one of another device: what its own framework says
 
 
 def is_one_of(given: Any, choices: Iterable[Any]) -> bool:

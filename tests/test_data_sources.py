@@ -160,7 +160,15 @@ class Tensor:
             raise TypeError("Got unsupported ScalarType BFloat16")
         return np.asarray(self._values)
 
+    def __getitem__(self, index):
+        return Tensor(self._values[index])
+
+    def contiguous(self):
+        return Tensor(np.ascontiguousarray(self._values))
+
     def __dlpack__(self, **options):
+        if not self._values.flags.c_contiguous:
+            raise BufferError("Only DLPack tensors with trivial (compact) striding are supported")
         return jnp.asarray(self._values).__dlpack__()
 
     def __dlpack_device__(self):
@@ -204,6 +212,8 @@ def test_tensors_of_pytorch_are_batches_samples_and_parameters(tensor):
     assert given.model.value_and_grad(loss_fn)(*tensors)[0] == want.model.value_and_grad(loss_fn)(*batch)[0]
     low = x.astype(jnp.bfloat16)
     assert given.evaluate(tensor(low), y)["loss"] == want.evaluate(low, y)["loss"]
+    wide = tensor(np.repeat(low, 2, axis=1))
+    assert given.evaluate(wide[:, ::2], y)["loss"] == want.evaluate(low, y)["loss"]
     assert given.train_step.trace(given.state, jax.eval_shape(lambda: batch))
     pairs = [(tensor(a), int(b)) for a, b in zip(low, y, strict=True)]
     loader = ax.create_dataloader(pairs, 8, mesh, shuffle=False, num_epochs=1)
@@ -215,6 +225,19 @@ def test_tensors_of_pytorch_are_batches_samples_and_parameters(tensor):
         {name: tensor(np.array(value + 1), follows=True) for name, value in want.model.state_dict().items()}
     )
     np.testing.assert_array_equal(given.model.state_dict()["bias"], want.model.state_dict()["bias"] + 1)
+
+
+def test_a_tensor_that_has_no_array_is_refused_as_its_framework_says():
+    def has_none(self, dtype=None, copy=None):
+        raise TypeError("can't convert Sparse layout tensor to numpy. Use Tensor.to_dense() first.")
+
+    def is_not(self):
+        raise RuntimeError("unsupported memory format option Contiguous")
+
+    sparse = type("Sparse", (Tensor,), {"__array__": has_none, "detach": lambda self: self, "contiguous": is_not})
+    trainer = ax.DDP(nnx.Linear(4, 3, rngs=nnx.Rngs(0))).trainer(optax.sgd(0.1), lambda m, x: jnp.mean(m(x)))
+    with pytest.raises(TypeError, match=r"Use Tensor\.to_dense\(\) first"):
+        trainer.step(sparse(np.ones((8, 4), np.float32)))
 
 
 class Shuffled:
@@ -271,6 +294,10 @@ def test_lists_of_numbers_are_arrays_in_samples_and_refused_as_a_batch():
     (batch,) = ax.create_dataloader(rows, 8, mesh, shuffle=False, num_epochs=1)
     assert batch["ids"].shape == (8, 3) and batch["grid"].shape == (8, 1, 2)
     assert [each.shape for each in batch["pair"]] == [(8, 2), (8, 1)]
+    (pairs,) = ax.create_dataloader([{"uneven": [[i, 1], [2]]} for i in range(8)], 8, mesh, num_epochs=1)
+    assert [each.shape for each in pairs["uneven"]] == [(8, 2), (8, 1)]
+    with pytest.raises(ValueError, match=r"differ in structure: .* Give a collate"):
+        next(iter(ax.create_dataloader([[[1] * (1 + i), [2]] for i in range(8)], 8, mesh)))
     np.testing.assert_array_equal(batch["ids"][:, 1], np.arange(1, 9))
     uneven = [{"ids": [0] * (1 + i % 2)} for i in range(8)]
     with pytest.raises(ValueError, match=r"differ in shape: \['ids'\]: \[\(1,\), \(2,\)\]\. Pad them"):

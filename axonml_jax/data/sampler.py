@@ -62,8 +62,15 @@ def stack_samples(samples: Sequence) -> object:
 
 
 def _is_numbers(x: Any) -> bool:
-    """Whether it is a list of Python's numbers, nested or not, as JSON and rows of Hugging Face have them."""
-    return type(x) is list and all(isinstance(each, int | float) or _is_numbers(each) for each in x)
+    """Whether it is a list of Python's numbers, or of such lists of one shape, as JSON and rows of Hugging Face have them."""
+    return type(x) is list and _shape(x) is not None
+
+
+def _shape(x: Any) -> tuple[int, ...] | None:
+    if isinstance(x, int | float):
+        return ()
+    shapes = set(map(_shape, x)) if type(x) is list else {None}
+    return None if None in shapes or len(shapes) > 1 else (len(x), *next(iter(shapes), ()))
 
 
 @dataclass(frozen=True)
