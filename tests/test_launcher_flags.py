@@ -57,6 +57,10 @@ def test_a_module_is_started_as_python_does(script):
     assert read_options(["-m", "axonml_jax", "train"], {}).command == [sys.executable, "-m", "axonml_jax", "train"]
 
 
+def test_a_script_may_be_given_its_own_name(script):
+    assert read_options([script, script], {}).command == [sys.executable, script, script]
+
+
 def test_variables_of_the_training_operator_are_defaults(script):
     environ = {"PET_NPROC_PER_NODE": "4", "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-0"}
     options = read_options(["--nproc-per-node=3", script], environ)

@@ -346,10 +346,10 @@ def _missing_program(given: argparse.Namespace) -> list[str]:
         )
         return [] if found else [f"no module named {top!r} (looked in {os.getcwd()} and this Python's packages)"]
     path = Path(given.target)
-    config = given.target if path.suffix in (".yaml", ".yml") else next(iter(given.arguments), "CONFIG")
-    if config == given.target or (given.target in _OF_A_RUN and not path.exists()):
-        command = given.target if given.target in _OF_A_RUN else "train"
-        return [f"{given.target} is no script: say --module axonml_jax {command} {config}"]
+    if path.suffix in (".yaml", ".yml"):
+        return [f"{path} is no script: say --module axonml_jax train {path}"]
+    if given.target in _OF_A_RUN and not path.exists():
+        return [f"{path} is no script: say --module axonml_jax {path} {next(iter(given.arguments), 'CONFIG')}"]
     if (kind := not_a_file(path)) and not path.is_dir():
         return [f"{path} is {kind}, which every process would read: give a script"]
     if path.exists():
