@@ -197,6 +197,8 @@ def test_records_beside_text_and_in_files_of_any_kind_are_never_left_out_or_read
     (tmp_path / "runs" / "it" / "metrics.jsonl").write_text("{}")
     Path(pairs).rename(tmp_path / "pairs.json")
     assert sum(map(len, read_data(given(tmp_path), str(tmp_path / "runs")))) == len(text)
+    (tmp_path / "runs" / "it" / "config.yaml").write_text("")  # a run's, whose folder this command is not told
+    assert sum(map(len, read_data(given(tmp_path)))) == len(text)
     for more in ({}, PROMPTS):
         with pytest.raises(
             ValueError, match=r"pairs\.json holds records more often than text: give format=jsonl where every"

@@ -18,7 +18,7 @@ from flax import linen, nnx
 from jax.sharding import Mesh
 
 from axonml_jax.base import LossFn, PyTree, named_leaves
-from axonml_jax.config.config import RunConfig, SampleConfig, is_named
+from axonml_jax.config.config import NEWEST, RunConfig, SampleConfig, is_named
 from axonml_jax.config.objects import find, made_by, make, takes
 from axonml_jax.config.sections import BYTES, DataConfig, LossConfig, OwnModel
 from axonml_jax.data.documents import (
@@ -527,7 +527,8 @@ def read_text(config: DataConfig, runs: str | None = None) -> TextSplit:
 
 def _require_text_alone(path: str, runs: str | None) -> None:
     """Refuse a path whose files hold records too, or may, where nothing says that they are to be left out."""
-    if found := records_beside_text(path, runs):
+    of_a_run = lambda file: file.name == "metrics.jsonl" and file.with_name(NEWEST).is_file()
+    if found := [each for each in records_beside_text(path, runs) if not of_a_run(Path(path, each))]:
         named = ", ".join(found[:3]) + f" and {len(found) - 3} more" * (len(found) > 3)
         raise ValueError(
             f"{path} holds JSON lines or Parquet files, {named}: train on those by data.format=jsonl or parquet, or "
