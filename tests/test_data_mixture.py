@@ -102,6 +102,8 @@ def test_orders_are_let_go_of_with_their_mixture():
 
 
 def test_what_is_no_mixture_is_refused():
+    with pytest.raises(TypeError, match="mix takes sources and weights by name"):
+        ax.mix([[{"a": 1}] * 4] * 2, [1, 1])
     with pytest.raises(ValueError, match="'b', 'c' must be in both"):
         ax.mix({"a": Numbers(1), "b": Numbers(1)}, {"a": 1, "c": 1})
     with pytest.raises(ValueError, match=r"seed=-1.*; the weight of 'a' is 0: must be positive"):

@@ -573,9 +573,11 @@ def mix(
       seed: draws the order of sources, the same on every process.
 
     Raises:
-      TypeError: a source is none.
+      TypeError: a source is none, or there are no names.
       ValueError: names differ, a weight is not positive, a source is empty.
     """
+    if not (isinstance(sources, Mapping) and isinstance(weights, Mapping)):
+        raise TypeError('mix takes sources and weights by name: mix({"web": a, "code": b}, {"web": 3, "code": 1})')
     if differing := sorted(set(sources) ^ set(weights)):
         raise ValueError(f"mix: {', '.join(map(repr, differing))} must be in both, sources and weights")
     checked_weights(weights, seed)
