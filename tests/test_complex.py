@@ -72,6 +72,14 @@ CASES = {
         "complex128",
         "adamw",
     ),
+    "float32": ({"data": 2}, {"precision": "float32"}, "complex64", "sgd"),
+    "float32, sharded": (
+        {"fsdp": 2},
+        {"precision": ax.Precision(accumulate="float32"), "fsdp": ax.Shard(stage=3), "accumulate": 2},
+        "complex64",
+        "sgd",
+    ),
+    "float32, stages": ({"pipe": 2, "data": 2}, {"pipe": PIPED(), "precision": "float32"}, "complex64", "sgd"),
 }
 
 
@@ -91,3 +99,20 @@ def test_a_model_with_complex_parameters_trains_as_on_one_device(case):
         max_grad_norm=0.05 if optimizer == "adamw" else None,
         steps=2,
     )
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16", "bf16-reduce", "fp16"])
+def test_a_precision_leaves_imaginary_parts_of_gradients(precision):
+    class Moduli(nnx.Module):
+        def __init__(self):
+            self.kernel = nnx.Param(gaussian(0, (WIDTH, WIDTH), "complex64"))
+
+        def __call__(self, x):
+            return jnp.abs(x.astype(jnp.complex64) @ self.kernel[...])
+
+    batch = {"x": np.ones((4, WIDTH), np.float32), "y": np.zeros((4, WIDTH), np.float32)}
+    gradients = {}
+    for name in (None, precision):
+        model = ax.parallelize(Moduli(), mesh_of(data=2), ax.Plan(precision=name))
+        (gradients[name],) = jax.tree.leaves(model.value_and_grad(loss)(batch)[1])
+    np.testing.assert_allclose(gradients[precision], gradients[None], rtol=1e-6)

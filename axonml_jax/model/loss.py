@@ -222,7 +222,7 @@ def _scalar(value: Any, what: str) -> jax.Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """A mixed-precision policy; None leaves that dtype as it is.
+    """A mixed-precision policy; None leaves that dtype as it is. Complex numbers stay as they are.
 
     Attributes:
       param: parameters and optimizer state between steps.
@@ -346,12 +346,14 @@ class Precision:
         return jnp.dtype(self.compute if self.compute and floating else param_dtype)
 
     def reduce_dtype(self, param_dtype) -> Any:
-        """The dtype in which the gradient of a parameter of `param_dtype` is reduced over ranks."""
-        return jnp.dtype(self.reduce or param_dtype)
+        """The dtype in which the gradient of a parameter of `param_dtype` is reduced over ranks: a complex one as it is."""
+        own = jnp.issubdtype(param_dtype, jnp.complexfloating) or not self.reduce
+        return jnp.dtype(param_dtype if own else self.reduce)
 
     def accumulate_dtype(self, param_dtype) -> Any:
         """The dtype in which it accumulates."""
-        return jnp.dtype(self.accumulate or self.reduce or param_dtype)
+        own = jnp.issubdtype(param_dtype, jnp.complexfloating) or not self.accumulate
+        return self.reduce_dtype(param_dtype) if own else jnp.dtype(self.accumulate)
 
 
 def cast_floating(tree: PyTree, dtype: Any) -> PyTree:
