@@ -116,3 +116,21 @@ def test_a_precision_leaves_imaginary_parts_of_gradients(precision):
         model = ax.parallelize(Moduli(), mesh_of(data=2), ax.Plan(precision=name))
         (gradients[name],) = jax.tree.leaves(model.value_and_grad(loss)(batch)[1])
     np.testing.assert_allclose(gradients[precision], gradients[None], rtol=1e-6)
+
+
+def test_complex_metrics_are_validated_whole_and_real_parameters_take_no_complex_values():
+    module, batch = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)), {"x": np.ones((4, WIDTH), np.float32)}
+
+    def turned(model, batch):
+        out = model(batch["x"])
+        return (out**2).mean(), {"turned": 1j * out.sum(), "each": 1j * out.sum(0)}
+
+    model = ax.parallelize(module, mesh_of(data=2), ax.Plan())
+    found = model.trainer(optax.sgd(0.1), turned).validate([batch])
+    np.testing.assert_allclose(found["turned"], turned(module, batch)[1]["turned"], rtol=1e-6)
+    np.testing.assert_allclose(found["each"], turned(module, batch)[1]["each"], rtol=1e-6)
+    values = {**model.state_dict(), "kernel": np.full((WIDTH, WIDTH), 1j, np.complex64)}
+    with pytest.raises(ValueError, match="kernel: complex64, needed float32"):
+        model.load_state_dict(values)
+    with pytest.raises(ValueError, match="kernel: complex64, needed float32"):
+        model.set_parameters(values)

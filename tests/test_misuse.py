@@ -374,3 +374,43 @@ def test_an_error_of_the_library_itself_keeps_its_frames(trainer):
         trainer.step(regression(7))
     names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
     assert names[-1] == "check_batch" and "step" in names
+
+
+NUMBERS = {
+    "item": lambda loss: (loss, {"now": loss.item()}),
+    "float": lambda loss: (loss, {"now": float(loss)}),
+    "numpy": lambda loss: (loss, {"now": np.log(np.asarray(loss))}),
+    "if": lambda loss: loss if loss > 0 else -loss,
+}
+
+
+@pytest.mark.parametrize("how", NUMBERS)
+def test_a_loss_that_wants_numbers_while_it_is_traced_is_told_what_to_write(mesh, how):
+    loss = lambda model, batch: NUMBERS[how](mean_loss(model, batch)[0])
+    trainer = ax.DDP(nnx.Linear(5, 3, rngs=nnx.Rngs(0)), mesh).trainer(optax.sgd(0.1), loss)
+    with pytest.raises(jax.errors.JAXTypeError) as caught:
+        trainer.step(BATCH)
+    assert any("return metrics as arrays" in note for note in caught.value.__notes__)
+
+
+def test_a_module_of_another_framework_is_refused_by_name(mesh):
+    class Foreign:
+        def state_dict(self):
+            return {}
+
+        def __call__(self, *args):
+            raise AssertionError("called")
+
+    with pytest.raises(TypeError, match=r"a model is a flax\.nnx\.Module, .* but a Foreign was given"):
+        ax.DDP(Foreign(), mesh)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_values_of_which_no_name_is_the_models_are_refused_with_how_names_are(mesh, strict):
+    model = ax.DDP(nnx.Linear(5, 3, rngs=nnx.Rngs(0)), mesh)
+    before = model.state_dict()
+    for values in ({"weight": np.ones((3, 5))}, {"module.kernel": np.ones((5, 3))}, {"model": before}):
+        with pytest.raises(ValueError, match=r"none of the names is one of its own\. .* paths such as 'bias'"):
+            model.load_state_dict(values, strict=strict)
+    assert model.load_state_dict({}, strict=False) == (["bias", "kernel"], [])
+    assert model.load_state_dict({"kernel": np.ones((5, 3)), "a": 1}, strict=False) == (["bias"], ["a"])

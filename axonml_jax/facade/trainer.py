@@ -248,8 +248,8 @@ def load_state_dict(
 
     Raises:
       TypeError: when values are no mapping.
-      ValueError: listing every name whose shape differs, floats for integers such as a base in int8, and, when strict, every
-        missing and unexpected one.
+      ValueError: listing every name whose shape differs, floats for integers such as a base in int8, complex numbers for
+        real ones, and, when strict or where nothing matches, every missing and unexpected one.
     """
     if not isinstance(values, Mapping):
         raise TypeError(
@@ -258,10 +258,17 @@ def load_state_dict(
     wanted = named_variables(model, variables)
     missing = [name for name in wanted if name not in values]
     unexpected = [name for name in values if name not in wanted]
-    wrong = _wrong_shapes(values, wanted) + _floats_for_integers(values, wanted)
-    problems = wrong + (_unmatched(missing, unexpected) if strict else [])
+    wrong = _wrong_shapes(values, wanted) + _lossy(values, wanted)
+    foreign = bool(values) and len(unexpected) == len(values)
+    problems = wrong + (_unmatched(missing, unexpected) if strict or foreign else [])
     if problems:
         remedy = "; strict=False loads what matches" if strict and not wrong else ""
+        if foreign:
+            remedy = (
+                f": none of the names is one of its own. Its names are paths such as {next(iter(wanted), '')!r} "
+                "(model.state_dict()); PyTorch's 'a.weight' of a linear layer is 'a/kernel', transposed. A nest of parameters "
+                "goes to model.set_parameters"
+            )
         raise ValueError(
             "load_state_dict: the given values do not fit the model" + remedy + ":\n" + "\n".join(problems)
         )
@@ -283,12 +290,12 @@ def fitted(given: PyTree, held: PyTree, rule: str) -> PyTree:
     """A given tree in the structure and dtypes of the one we hold; leaves are matched by path name.
 
     Raises:
-      ValueError: the rule, and every leaf that is missing, unexpected, of another shape or deleted.
+      ValueError: the rule, and every leaf that is missing, unexpected, of another shape or dtype, or deleted.
     """
     values, wanted = named_leaves(given), named_leaves(held)
     missing, unexpected = [n for n in wanted if n not in values], [n for n in values if n not in wanted]
     gone = [f"  {n}: given up by a later step (keep a copy)" for n, x in values.items() if is_deleted(x)]
-    if problems := _wrong_shapes(values, wanted) + _unmatched(missing, unexpected) + gone:
+    if problems := _wrong_shapes(values, wanted) + _unmatched(missing, unexpected) + gone or _lossy(values, wanted):
         raise ValueError(rule + "; this one does not fit:\n" + "\n".join(problems))
     return jax.tree.unflatten(jax.tree.structure(held), [cast(values[n], leaf.dtype) for n, leaf in wanted.items()])
 
@@ -304,9 +311,10 @@ def _is_none(value: Any) -> bool:
     return value is None or isinstance(value, (str, bytes))
 
 
-def _floats_for_integers(values: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+def _lossy(values: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     dtypes = {n: (Leaf(values[n]).dtype, x.dtype) for n, x in wanted.items() if n in values and not _is_none(values[n])}
-    wrong = lambda got, need: jnp.issubdtype(got, jnp.floating) and jnp.issubdtype(need, jnp.integer)
+    pairs = ((jnp.floating, jnp.integer), (jnp.complexfloating, jnp.floating), (jnp.complexfloating, jnp.integer))
+    wrong = lambda got, need: any(jnp.issubdtype(got, a) and jnp.issubdtype(need, b) for a, b in pairs)
     return [f"  {n}: {got.name}, needed {need.name}" for n, (got, need) in dtypes.items() if wrong(got, need)]
 
 

@@ -56,6 +56,12 @@ UNREAD = (
     "nothing may stop all gradients (jax.lax.stop_gradient)"
 )
 
+TRACED = (
+    "a loss and its model are traced once for all batches and have no numbers yet: return metrics as arrays, which have "
+    ".item() and float() in what a step returns; write jnp in the place of np, jnp.where in the place of if, and "
+    "jax.debug.print in the place of print"
+)
+
 
 class Loss(NamedTuple):
     """A loss and its metrics as sums: what is added up over ranks and microbatches before the one division.

@@ -1272,7 +1272,7 @@ def functionalize(
         if params is not None:
             raise ValueError(f"{type(model).__name__} is an NNX module and holds its own arrays: leave params= out")
         return _given(*nnx_functional(model, trainable))
-    if callable(model) and not isinstance(model, type):
+    if callable(model) and not isinstance(model, type) and not hasattr(model, "state_dict"):  # as a torch.nn.Module has
         make: Any = model
         try:
             inspect.signature(make).bind()

@@ -33,7 +33,7 @@ from axonml_jax.compat.order import (
 )
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.compat.versions import CPU_BARRIER_OPTIONS
-from axonml_jax.model.loss import UNREAD, Loss, of_arrays, parse_loss
+from axonml_jax.model.loss import TRACED, UNREAD, Loss, of_arrays, parse_loss
 from axonml_jax.model.view import Functional, Mode, Variables, merge, noting_written
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.batch import several_batches
@@ -464,6 +464,8 @@ class Objective:
                 error.add_note(note)
             if note := of_arrays(self.loss_fn):
                 error.add_note(note)
+            if isinstance(error, jax.errors.JAXTypeError):
+                error.add_note(TRACED)
             raise
 
     def trained_read(self, read: Variables, key: jax.Array, batch: PyTree) -> set[str]:

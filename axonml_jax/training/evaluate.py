@@ -258,7 +258,7 @@ class Evaluated(NamedTuple):
 def mean_of(
     results: Sequence[Evaluated], weights: Sequence[float] | None = None, *, stacked: bool = False
 ) -> dict[str, Any]:
-    """The mean of everything over batches, as if they were one: a float, or an array of the metric's shape.
+    """The mean of everything over batches, as if they were one: a number, or an array of the metric's shape.
 
     Every process must call it.
 
@@ -277,7 +277,7 @@ def mean_of(
             f"{_counted(results, 'batch', 'es')}, but {_counted(weights, 'weight', 's')}: give one for each"
         )
     found = {name: _mean(name, results, weights, stacked) for name in results[0].values}
-    return {name: mean if np.ndim(mean) else float(mean) for name, mean in found.items()}
+    return {name: mean if np.ndim(mean) else np.asarray(mean).item() for name, mean in found.items()}
 
 
 def _counted(many: Sequence[Any], one: str, ending: str) -> str:
@@ -287,7 +287,8 @@ def _counted(many: Sequence[Any], one: str, ending: str) -> str:
 def _mean(name: str, results: Sequence[Evaluated], weights: Sequence[float] | None, stacked: bool) -> Any:
     own = [each.weight(name) for each in results] if weights is None else weights
     own = [np.asarray(each, np.float64) for each in own]
-    values = [np.asarray(each.values[name], np.float64) for each in results]
+    values = [np.asarray(each.values[name]) for each in results]
+    values = [x.astype(np.complex128 if np.iscomplexobj(x) else np.float64) for x in values]
     if len(shapes := sorted({x.shape for x in values})) > 1:
         raise ValueError(
             f"the metric {name!r} has other shapes in other batches, {shapes}, and no mean over them: what has rows is made "
