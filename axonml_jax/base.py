@@ -50,6 +50,8 @@ def host_arrays(tree: PyTree) -> PyTree:
     """
     import jax
 
+    if isinstance(tree, Iterator):  # no tree: JAX would not flatten it
+        return tree
     return jax.tree.map(_on_host, tree) if any(map(_is_foreign, jax.tree.leaves(tree))) else tree
 
 

@@ -204,7 +204,8 @@ class RouterValues(NamedTuple):
       load_balance: E / (k * T) * sum_e(n_e * P_e), 1 where all experts get as many tokens (Fedus et al. 2022). Its
         gradient is one device's.
       z: the mean of logsumexp(scores) squared (Zoph et al. 2022), with a gradient likewise.
-      counts: [E], n_e before any was dropped, as floats.
+      counts: [E], n_e before any was dropped, as floats. A metric of a step in microbatches is their mean, not the batch's sum:
+        shares, `counts / counts.sum()`, are alike.
       dropped: the share of choices that found no slot, from 0 to 1.
       rounds: in how many rounds tokens travelled, the mean of all ranks.
       entropy: the mean entropy of the probabilities of a token, in nats.
