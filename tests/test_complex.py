@@ -116,6 +116,7 @@ def test_a_precision_leaves_imaginary_parts_of_gradients(precision):
         model = ax.parallelize(Moduli(), mesh_of(data=2), ax.Plan(precision=name))
         (gradients[name],) = jax.tree.leaves(model.value_and_grad(loss)(batch)[1])
     np.testing.assert_allclose(gradients[precision], gradients[None], rtol=1e-6)
+    assert ax.Replicate(comm_dtype="bfloat16").wire_dtype("complex64") == np.complex64
 
 
 def test_complex_metrics_are_validated_whole_and_real_parameters_take_no_complex_values():

@@ -130,8 +130,8 @@ class Replicate(AbstractStrategy, Bucketed, Reducer, Decides):
         return f"replicated over {'*'.join(as_axes(axis))}"
 
     def wire_dtype(self, dtype: Any) -> Any:
-        """The dtype in which a gradient of `dtype` travels."""
-        return jnp.dtype(self.comm_dtype or dtype)
+        """The dtype in which a gradient of `dtype` travels: complex ones as they are."""
+        return jnp.dtype(self.comm_dtype if self.comm_dtype and jnp.issubdtype(dtype, jnp.floating) else dtype)
 
     @property
     def bucket_bytes(self) -> int:
