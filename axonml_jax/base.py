@@ -63,9 +63,8 @@ def _is_foreign(x: Any) -> bool:
     if found is None:
         import jax
 
-        own = isinstance(x, np.ndarray | np.generic | jax.Array | type)
-        found = _FOREIGN[type(x)] = hasattr(x, "__array__") and not own
-    return found
+        found = hasattr(x, "__array__") and not isinstance(x, np.ndarray | np.generic | jax.Array | type)
+    return _FOREIGN.setdefault(type(x), found)
 
 
 def _on_host(x: Any) -> Any:

@@ -70,7 +70,7 @@ def _shape(x: Any) -> tuple[int, ...] | None:
     if isinstance(x, int | float):
         return ()
     shapes = set(map(_shape, x)) if type(x) is list else {None}
-    return None if None in shapes or len(shapes) > 1 else (len(x), *next(iter(shapes), ()))
+    return None if None in shapes or len(shapes) > 1 else (len(x), *(next(iter(shapes), None) or ()))
 
 
 @dataclass(frozen=True)
