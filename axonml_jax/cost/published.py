@@ -121,9 +121,8 @@ def weight_traffic(
     own = lambda axis: as_axes(axis)[0] in split
     within, rounds = plan.within_round().on(degrees), plan.rounds
     outwards = list(within.items())[::-1]
-    outwards.sort(
-        key=lambda each: (not own(each[0]), each[1].role.parameters != "layers")
-    )  # what layers split is never whole
+    # What layers split is never whole.
+    outwards.sort(key=lambda each: (not own(each[0]), each[1].role.parameters != "layers"))
     for axis, strategy in outwards:
         role, ranks = strategy.role, math.prod(degrees[name] for name in as_axes(axis))
         moved = share * Fraction(ranks - 1, ranks)

@@ -373,10 +373,8 @@ class DataLoader:
         self._position = feed.first()
         self._walker: object = None  # whose batch moved the position
         self._compared = False
-        self._loaded: tuple[int | None, object] = (
-            None,
-            object(),
-        )  # where the walk ends after the last load, and which it was
+        # Where the walk ends after the last load, and which it was.
+        self._loaded: tuple[int | None, object] = None, object()
 
     def __len__(self) -> int:
         """Batches per epoch.

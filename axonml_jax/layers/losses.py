@@ -417,9 +417,8 @@ def _losses(chunks, x, table, targets):
 def _chunked_forward(chunks: _Chunks, x, table, targets):
     """The losses, and what the backward needs: softmax = exp(logits - normalizer), NaN where no word is the target."""
     rows = chunks.all_rows(x)
-    least = float(
-        jnp.finfo(_wide(x)).min
-    )  # not -inf: a chunk may be padding alone, and its highest be subtracted from itself
+    # Not -inf: a chunk may be padding alone, and its highest be subtracted from itself.
+    least = float(jnp.finfo(_wide(x)).min)
 
     def step(state, words, first):
         highest, total, chosen = state

@@ -923,9 +923,8 @@ class Walk:
                 self._break(sources, f"{path[-1]} takes a whole input elsewhere")
         used = self.used()
         self._break({p for p in self.columns if p not in used and p not in self.rows}, "no layer takes it as it is")
-        self._break(
-            self.rows.keys() & used & self.columns.keys(), "it takes a split input"
-        )  # a row's own output is whole
+        # A row's own output is whole.
+        self._break(self.rows.keys() & used & self.columns.keys(), "it takes a split input")
 
     def used(self) -> set[Path]:
         """The layers whose split output a row takes."""

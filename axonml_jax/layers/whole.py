@@ -720,9 +720,8 @@ def _checked(fun: Callable, places: Mapping[str, Places], trains: bool, variable
         WholeLosses(marked_program(jaxpr), given).refuse()
     if whole:
         program = read_program(jaxpr)
-        _refuse_parts(
-            dict(zip(whole, differing(program, given, lambda *_: None), strict=False))
-        )  # the rest is behind them
+        # The rest is behind them.
+        _refuse_parts(dict(zip(whole, differing(program, given, lambda *_: None), strict=False)))
         if trains:
             _refuse_gradients(program, given, len(jax.tree.leaves(variables.params)), next(iter(whole.values())))
     return out

@@ -527,10 +527,8 @@ class Callers:
             try:
                 caller, _ = self._server.accept()
             except OSError as error:  # nobody more, one that has gone already, or this process can open no more files
-                full = error.errno in (
-                    errno.EMFILE,
-                    errno.ENFILE,
-                )  # found out before it is seen whether anybody has called
+                # Found out before it is seen whether anybody has called.
+                full = error.errno in (errno.EMFILE, errno.ENFILE)
                 if full and self._visits and readable([self._server], 0):
                     self._ignore(next(iter(self._visits)))
                     continue

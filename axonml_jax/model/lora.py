@@ -72,9 +72,8 @@ def quantized(matrix: Any, sides: Sides = MATRIX) -> tuple[Any, Any]:
     wide = jnp.asarray(matrix).astype(jnp.promote_types(matrix.dtype, jnp.float32))
     largest = jnp.max(jnp.abs(wide), axis=_inputs(sides))
     scales = jnp.where(largest > 0, largest / _MOST, 1).astype(matrix.dtype)
-    steps = wide / jnp.expand_dims(scales, _inputs(sides)).astype(
-        wide.dtype
-    )  # scales as they are kept, rounded to the dtype of W
+    # Scales as they are kept, rounded to the dtype of W.
+    steps = wide / jnp.expand_dims(scales, _inputs(sides)).astype(wide.dtype)
     return jnp.clip(jnp.round(steps), -_MOST, _MOST).astype(jnp.int8), scales
 
 

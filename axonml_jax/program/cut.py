@@ -422,9 +422,8 @@ def cut(
     """
 
     def results(weights: Sequence[jax.Array], *args):
-        given = {
-            id(weight) for weight in weights
-        }  # a weight that is returned is read by a last equation like any other
+        # A weight that is returned is read by a last equation like any other.
+        given = {id(weight) for weight in weights}
         return jax.tree.map(lambda x: jnp.copy(x) if id(x) in given else x, fun(weights, *args))
 
     traced = trace(results, list(weights), *args)

@@ -385,9 +385,8 @@ class EvalStep:
             key = shard_key(key, 0, key_number(placement))
         count = placement.batch_layout.common_count(batch, placement.plan.microbatches)
         one = count == placement.ranks(placement.axes.rows) == 1 and not placement.axes.positions
-        objective = (
-            replace(self.objective, whole=None) if one else self.objective
-        )  # all rows at once are the whole batch
+        # All rows at once are the whole batch.
+        objective = replace(self.objective, whole=None) if one else self.objective
         loss, finish = self.rest.loss(objective, variables, key, batch)
         sums = summed(jax.tree.map(lambda x: x[None], loss), placement, True)
         mean, metrics, weight = means_of(sums, placement.ranks(placement.axes.rows))
