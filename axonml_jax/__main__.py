@@ -4,11 +4,14 @@ Every command reads its arguments before it imports what it needs: help and refu
 """
 
 import argparse
+import io
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
+from axonml_jax.base import Lossy
 from axonml_jax.cli.flags import TRACEBACK, in_flags, refusal, traceback_wanted
 from axonml_jax.mesh.join import in_a_job, leave_now
 from axonml_jax.mesh.launchers import ray_context
@@ -55,10 +58,22 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"axonml-jax {' '.join(arguments)} has ended with status {status}: see what it has printed"
             )
         return status
+    if argv is None and arguments[:1] in (["train"], ["launch"]):  # more is at stake than their lines
+        sys.stdout, sys.stderr = (_lossy(each, arguments[0] == "train") for each in (sys.stdout, sys.stderr))
     status = _status(arguments)
     if status not in (0, TERMINATED, INTERRUPTED) and in_a_job():
         leave_now(status)  # the other processes may be waiting for this one
     return status
+
+
+def _lossy(stream: Any, asks: bool) -> Any:
+    """A standard stream as `Lossy` writes it, where it is one of Python's own."""
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
+    raw: Any = Lossy(stream.fileno(), "w", closefd=False)
+    raw.asks = asks
+    buffer = raw if stream.write_through else io.BufferedWriter(raw)  # as `python -u` has it
+    return io.TextIOWrapper(buffer, stream.encoding, stream.errors, None, stream.line_buffering, stream.write_through)
 
 
 def _status(arguments: Sequence[str]) -> int:

@@ -5,6 +5,7 @@ import difflib
 import enum
 import functools
 import inspect
+import io
 import logging
 import math
 import numbers
@@ -12,6 +13,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import sys
 import textwrap
 import threading
@@ -220,6 +222,34 @@ def print0(*args: Any, **kwargs: Any) -> None:
     """`print` in the main process only (under `spawn`: in rank 0 only)."""
     if _place()[0] == 0:
         print(*args, **kwargs)
+
+
+class Lossy(io.FileIO):
+    """Output that nothing depends on: what a full or failing disk does not take is lost, is said once, and ends nothing.
+
+    Attributes:
+      asks: where the reader has gone, ask this process to end by SIGTERM, once, in the place of an error.
+    """
+
+    asks = told = False
+
+    def write(self, data: Any, /) -> int | None:
+        """Write what goes; all of it counts as written."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            gone = isinstance(error, BrokenPipeError)
+            if gone and not self.asks:
+                raise
+            if not self.told:
+                self.told, what = True, {1: "standard output", 2: "standard error"}.get(self.name, self.name)
+                with contextlib.suppress(OSError):
+                    os.write(
+                        2, f"axonml-jax: {what} takes no more ({error.strerror}): it loses lines from here\n".encode()
+                    )
+                if gone:
+                    os.kill(os.getpid(), signal.SIGTERM)
+            return len(data)
 
 
 def seed(n: int) -> "jax.Array":

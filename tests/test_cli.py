@@ -311,6 +311,32 @@ def test_a_broken_pipe_of_a_training_is_no_reader_that_has_enough(monkeypatch):
             main([command, "it.yaml"])
 
 
+@pytest.mark.parametrize("command", ["train", "launch"])
+def test_a_full_disk_under_its_output_ends_no_run(command):
+    says = "print('a step', flush=True), print('a warning', file=sys.stderr, flush=True)"
+    code = f"import sys, axonml_jax.__main__ as m; m._dispatch = lambda a: len([{says}]) - 2; sys.exit(m.main())"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code, command], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0 and done.stderr.splitlines() == [
+        "axonml-jax: standard output takes no more (No space left on device): it loses lines from here",
+        "a warning",
+    ]
+
+
+def test_a_training_whose_reader_has_gone_is_asked_to_stop_once_and_not_ended():
+    code = """if True:
+        import signal, sys, axonml_jax.__main__ as m
+        asked = []
+        signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+        m._dispatch = lambda a: [print("a step", flush=True) for _ in range(3)] and 40 + len(asked)
+        sys.exit(m.main())"""
+    gone, stdout = os.pipe()
+    os.close(gone)
+    done = subprocess.run([sys.executable, "-c", code, "train"], stdout=stdout, stderr=subprocess.PIPE, text=True)
+    os.close(stdout)
+    assert done.returncode == 41 and done.stderr.count("standard output takes no more (Broken pipe)") == 1
+
+
 def test_unknown_commands_are_refused(run, capsys):
     assert main(["tarin"]) == 2 and "unknown command 'tarin'" in capsys.readouterr().err
     assert main([]) == 2

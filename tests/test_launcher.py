@@ -214,6 +214,18 @@ def test_streams_go_to_files_to_the_console_or_both(launch):
     assert str(run) in err
 
 
+def test_a_log_on_a_full_disk_loses_lines_and_ends_no_job(capfd):
+    reading, writing = os.pipe()
+    outlet = supervise.Outlet(os.fdopen(reading, "rb"), "[rank 0] ", None, Path("/dev/full"))
+    for line in (b"a step\n", b"another\n"):
+        os.write(writing, line)
+        outlet.pump()
+    os.close(writing)
+    outlet.pump()
+    assert outlet.closed and outlet.last_lines() == ["a step", "another"]
+    assert capfd.readouterr().err.count("/dev/full takes no more (No space left on device)") == 1
+
+
 def test_gloo_is_not_heard_on_the_console_unless_a_peer_is_missing(launch):
     said = "[Gloo] Rank 0 is connected to {} peer ranks. Expected number of connected peer ranks is : 1"
     lines = [said.format(1), "from me", said.format(0), f"see: {said.format(1)}"]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
+from axonml_jax.base import Lossy
 from axonml_jax.config.config import MACHINES, ConfigError, Machines
 from axonml_jax.launch.leftovers import MARK, members, signal_all
 from axonml_jax.launch.standby import go
@@ -105,7 +106,7 @@ class Outlet:
         self._pipe = pipe
         self._prefix = prefix.encode()
         self._console = console
-        self._log = log.open("wb", buffering=0) if log else None
+        self._log = Lossy(log, "w") if log else None
         self._part = b""
         self._last: deque[bytes] = deque(maxlen=KEPT_LINES)
         os.set_blocking(pipe.fileno(), False)
