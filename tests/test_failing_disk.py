@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import subprocess
@@ -103,6 +104,8 @@ def test_the_last_good_checkpoint_is_kept_and_the_next_step_is_tried(disk, caplo
                 manager.save(14, STATE)
                 manager.wait()
     assert names(folder) == ["step_00000008"]
+    gc.collect()  # what Orbax has left of its tasks
+    assert "Traceback" not in caplog.text
 
 
 def test_what_cannot_be_removed_now_is_removed_before_the_next_save(disk, monkeypatch):
@@ -151,9 +154,8 @@ def test_only_causes_that_may_pass_do_and_each_is_said_once(tmp_path, caplog):
     assert cause_of(quota) == errno.EDQUOT
     with pytest.raises(ValueError, match="max_failures=0 must be at least 1"):
         Failures(tmp_path, list, 0)
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(OSError, match=r"No space left on device\nthere is no good .* bytes are free .*: delete"):
         Failures(tmp_path, list, 1).take(full_, tell=True)
-    assert caught.value is full_
     some = Failures(tmp_path, list, 5)
     with pytest.raises(PermissionError):
         some.take(denied, tell=True)

@@ -736,7 +736,8 @@ def checkpointer(team: Team) -> Any:
     """
     import orbax.checkpoint as ocp  # half a second that `import axonml_jax` should not cost
 
-    logging.getLogger("absl").addFilter(_without_chatter)
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_without_chatter)
     processes, name = team.size, f"axonml{next(_savers)}"
     team.writes_as(name)
     # Named processes meet at the coordinator; left to itself, Orbax runs a device collective.
@@ -953,7 +954,9 @@ def _of_words(sharding: Any) -> Any:
 
 
 def _without_chatter(record: logging.LogRecord) -> bool:
-    return record.levelno > logging.WARNING or "orbax" not in record.pathname
+    # Its tracebacks too: what is wrong with a save is raised, and Orbax logs it once more for each array, after that.
+    foreign = "orbax" not in record.pathname + record.getMessage()
+    return foreign or (record.levelno > logging.WARNING and not record.exc_info)
 
 
 # --------------------------------------------------------------------------------------------------

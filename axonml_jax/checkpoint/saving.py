@@ -117,16 +117,17 @@ class Failures:
           tell: whether this process warns, once for each cause until a save is good again.
 
         Raises:
-          OSError: the error itself where its cause may not pass, or where the first one ends the run; another one after
-            too many in a row.
+          OSError: the error itself where its cause may not pass; another one, with what is left and what to do, where it is
+            one too many.
         """
         cause = cause_of(error)
-        if cause is None or self._most == 1:
+        if cause is None:
             raise error
         self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
         if self.in_a_row >= self._most:
             self._last = None
-            raise OSError(f"{self.in_a_row} saves in a row failed, the last: {error}\n{self._state(cause)}") from error
+            said = f"{self.in_a_row} saves in a row failed, the last: " * (self._most > 1)
+            raise OSError(f"{said}{error}\n{self._state(cause)}") from error
         self._last = error
         if tell and cause not in self._said:
             logger.warning(
@@ -397,11 +398,8 @@ class Saving:
             coordinator_client().key_value_set(self._key, ":".join(describe(error)) if error else "")
         if error:
             raise error
-        committed, self._committed, self._placed = (
-            self._committed,
-            None,
-            None,
-        )  # let go of the manager, which holds this
+        # Let go of the manager, which holds this.
+        committed, self._committed, self._placed = self._committed, None, None
         if committed:
             try:
                 committed()
