@@ -20,6 +20,7 @@ from axonml_jax.cli.records import (
     JsonLines,
     TensorBoard,
     Wandb,
+    files,
     line,
     peak_flops,
     plot_losses,
@@ -94,13 +95,14 @@ def test_values_that_differ_between_ranks_are_averaged():
     assert records_of(steps=1)[0].metrics["grad_norm"] == 2.0
 
 
-def test_the_time_of_validating_and_of_the_caller_counts_in_no_speed():
-    def slow():
+def test_the_time_of_validating_of_the_caller_and_of_saving_after_a_record_counts_in_no_speed():
+    def slow(*_):
         time.sleep(0.5)
         return {"loss": 0.0}
 
-    trainer = CountingTrainer()
-    for record in fit(trainer, repeat(None), steps=6, throughput=SPEED, validate=slow, validate_every=2, log_every=2):
+    after = lambda step, metrics: bool(metrics) and not slow()
+    options = {"validate": slow, "validate_every": 2, "log_every": 2, "after": after}
+    for record in fit(CountingTrainer(), repeat(None), steps=6, throughput=SPEED, **options):
         time.sleep(0.2)
         assert record.metrics.get("step_time", 0) < 0.1
 
@@ -164,14 +166,17 @@ def test_tensorboard_gets_every_metric(tmp_path):
     assert b"loss" in events.read_bytes()
 
 
-def test_a_table_has_a_column_for_every_metric_and_goes_on_after_a_resumption(tmp_path):
-    path = tmp_path / "metrics.csv"
-    table = Csv(path)
-    for step, more in ((1, {}), (2, {"valid_loss": 3.0}), (3, {})):
-        table.write(Record(step, {"loss": step / 4} | more))
-    path.write_bytes(path.read_bytes() + b"1")  # a row of step 10 that a kill cut off
-    resumed = Csv(path, start=2)
-    resumed.write(Record(3, {"loss": 9.0, "grad_norm": 1.0}))
+def test_a_table_has_a_column_for_every_metric_and_after_a_resumption_the_rows_of_all_records(tmp_path):
+    records = [Record(step, {"loss": step / 4} | more) for step, more in ((1, {}), (2, {"valid_loss": 3.0}), (3, {}))]
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    for record in records:
+        lines.write(record)
+    lines.close()
+    path = tmp_path / "metrics.csv"  # which the run before has not written, or left with a row cut off
+    both = list(files(read_config("train", [QUICKSTART, "--output.csv=true"]), tmp_path, start=2))
+    for recorder in both:
+        recorder.write(Record(3, {"loss": 9.0, "grad_norm": 1.0}))
+        recorder.close()
     assert path.read_text().splitlines() == ["step,loss,valid_loss,grad_norm", "1,0.25,,", "2,0.5,3.0,", "3,9.0,,1.0"]
     assert Csv(path)._rows == [] and path.read_text().split() == ["step"]
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -508,18 +508,6 @@ def cells(record: Record) -> list[str]:
 # --------------------------------------------------------------------------------------------------
 
 
-class Recorder(Protocol):
-    """Takes records until it is closed."""
-
-    def write(self, record: Record) -> None:
-        """Take a record."""
-        ...
-
-    def close(self) -> None:
-        """Take no more."""
-        ...
-
-
 class JsonLines:
     """One JSON object a line: `{"step": 10, "loss": 2.5, ...}`. A line has left this process when `write` returns.
 
@@ -576,20 +564,13 @@ class Csv:
     """A table with a column for every metric, for spreadsheets; a metric that comes later gets a column then.
 
     Args:
-      path: the file.
-      start: keep the rows up to this step, drop the others.
+      path: the file, written anew.
+      records: its first rows: those of `metrics.jsonl`, also where they were made without a table.
     """
 
-    def __init__(self, path: Path, start: int = 0):
+    def __init__(self, path: Path, records: Sequence[Record] = ()):
         self._path, self._torn = path, False
-        self._rows: list[dict[str, Any]] = []
-        if start and path.exists():
-            with path.open(encoding="utf-8", newline="") as file:
-                lines = file.readlines()
-            whole = (
-                lines if lines and lines[-1].endswith("\n") else lines[:-1]
-            )  # a killed run's last row may be cut off
-            self._rows = [row for row in csv.DictReader(whole) if int(row["step"]) <= start]
+        self._rows: list[dict[str, Any]] = [{"step": record.step, **record.metrics} for record in records]
         self._columns = list(dict.fromkeys(["step", *(name for row in self._rows for name in row)]))
         self._write_all()
 
@@ -654,11 +635,6 @@ class Patient:
         self._recorder.close()
 
 
-def patient(recorder: JsonLines | Csv, failures: int) -> Recorder:
-    """A recorder that waits for its disk, in a run that may go on after failures (`checkpoint.max_failures`)."""
-    return Patient(recorder) if failures > 1 else recorder
-
-
 class Wandb:
     """A run of Weights & Biases, of this run's name and configuration; a resumed run goes on with it.
 
@@ -690,14 +666,18 @@ class Wandb:
         self._run.finish()
 
 
-def files(config: RunConfig, folder: Path | None, start: int) -> Iterator[Recorder]:
+def files(config: RunConfig, folder: Path | None, start: int) -> Iterator[JsonLines | Csv | Patient | TensorBoard]:
     """Those in the run's folder, from a step on; none without a folder."""
+    waits = (
+        Patient if config.checkpoint.max_failures > 1 else lambda recorder: recorder
+    )  # a run may go on after failures
     if folder is not None:
-        yield patient(JsonLines(folder / "metrics.jsonl", start), config.checkpoint.max_failures)
+        yield waits(JsonLines(folder / "metrics.jsonl", start))
     if folder is not None and config.output.tensorboard:
         yield TensorBoard(folder / "tensorboard", start)
     if folder is not None and config.output.csv:
-        yield patient(Csv(folder / "metrics.csv", start), config.checkpoint.max_failures)
+        kept = read_records(folder / "metrics.jsonl")
+        yield waits(Csv(folder / "metrics.csv", kept))
 
 
 def services(

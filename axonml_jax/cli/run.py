@@ -113,8 +113,9 @@ class Record:
       step: number of updates made so far.
       metrics: by name: `loss`, `grad_norm` and the loss function's own of this step's batch, `learning_rate` of the last
         update where it is known, `tokens` (or `examples`) seen since the run began, `wall_time` (seconds since it began, those
-        of the process before a resumption included), speeds since the record before (`compile_time` instead for the first
-        step), `valid_*` after a validation, and `slow_rank` with `slow_rank_times` while one holds up the others.
+        of the process before a resumption included), speeds since the record before and the save after it (`compile_time`
+        instead for the first step), `valid_*` after a validation, and `slow_rank` with `slow_rank_times` while one holds up
+        the others.
     """
 
     step: int
@@ -186,13 +187,13 @@ def fit(
             metrics |= {f"valid_{name}": value for name, value in as_floats(valid).items()}
             metrics |= {} if watchdog is None else watchdog.slowest()
             yield Record(step, metrics)
-            before, clock = step, time.perf_counter()
-        elif first:  # compiling counts in no speed
+        elif first:
             jax.block_until_ready(measured)
-            before, clock = step, time.perf_counter()
         with doing("saving"):
             if after is not None and after(step, metrics):
                 return
+        if metrics or first:  # neither compiling counts in a speed, nor what was done since the record
+            before, clock = step, time.perf_counter()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -247,7 +248,8 @@ class Preemption:
         self.interrupted = True
         # The next one needs no Python, which may be waiting for a device.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, _SAID)
+        with suppress(OSError):  # a full disk, or a reader that has gone
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, _SAID)
         if self._alone:
             self.asked = True
         else:
