@@ -256,6 +256,11 @@ def test_the_speed_of_a_run_on_data_of_ones_own_is_in_examples(tmp_path, capsys)
     assert "1,234 examples/s" in printed(["runs", str(tmp_path)], capsys)
 
 
+def test_the_checkpoints_of_a_run_at_a_url_are_said_to_be_there(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("checkpoint: {url: s3://b/run}")
+    assert "s3://b/run" in printed(["runs", str(tmp_path)], capsys)
+
+
 def test_runs_that_diverged_come_last_and_names_that_are_alike_are_paths(tmp_path, capsys):
     losses = {"a/run": ["NaN", "2.0"], "b/run": ["3.0", "1.0"], "b/lost": ["NaN"], "b/one": ["5.0"]}
     for name, values in losses.items():

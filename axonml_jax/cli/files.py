@@ -16,7 +16,7 @@ from axonml_jax.checkpoint import format as arrays
 from axonml_jax.checkpoint.format import AVERAGE, MODEL, NAME, Team, newest_below
 from axonml_jax.checkpoint.manager import checked_manifest, load
 from axonml_jax.cli.flags import require_folder
-from axonml_jax.cli.saved import require_average
+from axonml_jax.cli.saved import place_said, require_average
 from axonml_jax.cli.tasks import adapted
 from axonml_jax.config.config import NEWEST, ConfigError, RunConfig, TrainConfig, read_config
 from axonml_jax.config.sections import BYTES, DataConfig
@@ -204,8 +204,9 @@ def _checkpoint(path: Path) -> Path:
     if (path / NAME).is_file():
         return path.absolute()
     if (newest := newest_below(path)) is None:
+        at = f" (ax.restore reads those at {url} in Python)" if (url := place_said(path)) else ""
         raise ConfigError(
-            f"{path} holds no checkpoint: give one of a run (step_00000100), or the folder of a run that has one"
+            f"{path} holds no checkpoint{at}: give one of a run (step_00000100), or the folder of a run that has one"
         )
     return newest.absolute()
 

@@ -134,11 +134,7 @@ def saved_run(command: str, given: argparse.Namespace, flags: Sequence[str]) -> 
     if given.ema and isinstance(checkpoint, Path):  # of one at a URL it is seen when it is restored
         require_average(checkpoint)
     return SavedRun(
-        folder=folder,
-        config=replace(config, resume=None),
-        checkpoint=checkpoint,
-        step=number,
-        ema=given.ema,
+        folder=folder, config=replace(config, resume=None), checkpoint=checkpoint, step=number, ema=given.ema
     )
 
 
@@ -299,7 +295,7 @@ def _table(found: Sequence[Found], given: argparse.Namespace) -> str:
             run.folder.as_posix(), of, _number(run.last("loss")), _number(run.last(metric)),
             _number(run.best(metric, highest=given.highest)),
             _speed(run), "-" if seconds is None else f"{seconds / 60:.1f}",
-            ", ".join(map(str, run.checkpoints[-3:])) or "-",
+            ", ".join(map(str, run.checkpoints[-3:])) or run.settings.get("checkpoint.url") or "-",
         ])  # fmt: skip
     return aligned(columns, rows, left=1, spare=("minutes", "checkpoints", "tokens/s"))
 
