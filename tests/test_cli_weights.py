@@ -130,8 +130,9 @@ def test_what_cannot_be_imported_or_exported_is_refused_with_the_remedy(publishe
     said = refusal(capsys, "train", run / "config.yaml", "--train.weights=none")
     assert "train.weights: none has no config.json" in said
     assert "holds no checkpoint: give one of a run" in refusal(capsys, "export", tmp_path, tmp_path / "out")
-    (tmp_path / "config.yaml").write_text("checkpoint: {url: s3://bucket/run}")
-    said = refusal(capsys, "export", tmp_path, tmp_path / "out")
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "config.yaml").write_text("checkpoint: {url: s3://bucket/run}")
+    said = refusal(capsys, "export", tmp_path / "far", tmp_path / "out")
     assert "holds no checkpoint (ax.restore reads those at s3://bucket/run in Python): give" in said
     assert "has files already: give a new folder" in refusal(capsys, "export", checkpoint(tmp_path / "lone"), folder)
     said = refusal(capsys, "export", tmp_path / "lone", tmp_path / "out")
