@@ -417,7 +417,8 @@ def test_a_state_alone_and_a_whole_trainer_are_told_apart(tmp_path):
         ):
             manager.restore(trainer, step=1)
     with pytest.raises(
-        ValueError, match=r"not saved of a trainer's state: ax\.restore\('.*step_00000002', trainer\) takes"
+        ValueError,
+        match=r"not saved of a trainer's state: ax\.restore\('.*step_00000002', x\) takes what was saved",
     ):
         ax.restore(tmp_path / "step_00000002", trainer.state)
     state = ax.restore(tmp_path / "step_00000001", trainer.state)

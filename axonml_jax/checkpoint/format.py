@@ -1092,7 +1092,8 @@ def refused(where: str, found: Mapping[str, Mapping[str, str]], accept: Collecti
             f"it was saved of a trainer's state alone: state = ax.restore({where!r}, trainer.state) reads it, and what "
             "ax.save(path, trainer) saves fits trainers under every plan"
             if saved
-            else f"it was not saved of a trainer's state: ax.restore({where!r}, trainer) takes it"
+            else f"it was not saved of a trainer's state: ax.restore({where!r}, x) takes what was saved, a "
+            "trainer or a model x"
         )
     kinds = tuple(kind for kind, names in found.items() if names and kind not in accept)
     return (
