@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from axonml_jax.config.config import ConfigError, RunConfig, add_imports, as_dict, read_config
-from axonml_jax.training.callbacks import Callback, TrainingEvent
-from axonml_jax.training.compile import as_floats
+from axonml_jax.training.callbacks import Callback, TrainingEvent, as_floats
 
 if TYPE_CHECKING:
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer  # pyright: ignore[reportMissingImports]

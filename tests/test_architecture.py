@@ -238,23 +238,24 @@ def test_no_file_is_named_after_nothing():
 
 
 CEILINGS = {
-    "files with more than five lines of code": 190,
-    "lines of code": 56_400,
-    "arrows between files": 1_322,
+    "files with more than five lines of code": 191,
+    "lines of code": 56_450,
+    "arrows between files": 1_325,
     "methods of the widest class": 29,
-    "modules that `ax.DDP` imports": 45,
+    "modules that `ax.DDP` imports": 46,
     "calls of trainer(), DDP": 1_258,
     "calls of trainer(), FSDP": 2_500,
     "calls of trainer(), a pipeline": 4_000,
-    "files of a first step, DDP": 39,
-    "files of a first step, FSDP": 41,
-    "files of a first step, a pipeline": 48,
+    "files of a first step, DDP": 40,
+    "files of a first step, FSDP": 42,
+    "files of a first step, a pipeline": 49,
     "frames between Trainer.step and the loss": 25,
     "files of other capabilities in a DDP step": 1,
 }
 """Figures of the structure (`tests/house.py`) may fall, and then the ceiling is lowered to what they are; none may
 rise but with a capability that is new: kernels for GPUs brought four rooms, engines another three, the
-user's own mesh one, memory as a number four, gradients of layers of one's own and numbers that a model makes one each."""
+user's own mesh one, memory as a number four, gradients of layers of one's own and numbers that a model makes one each;
+and the objective of a step, which stood in a file of six ideas, has one of its own."""
 
 
 @pytest.mark.slow  # the same on both ends

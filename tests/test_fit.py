@@ -32,7 +32,7 @@ from axonml_jax.cli.run import Record, fit
 from axonml_jax.config.config import ConfigError, read_config
 from axonml_jax.config.objects import learning_rate, make_optimizer
 from axonml_jax.config.sections import OptimConfig
-from axonml_jax.training.compile import Throughput
+from axonml_jax.training.callbacks import Throughput
 
 QUICKSTART = str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")
 SPEED = Throughput(tokens_per_step=100, flops_per_token=10.0, num_devices=1, peak_flops=1e6)

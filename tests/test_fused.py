@@ -19,7 +19,8 @@ from axonml_jax.layers.losses import vocab_parallel_cross_entropy
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.sharding.layout import Layout
-from axonml_jax.training import compile as compiling
+from axonml_jax.training.compile import compiler_options
+from axonml_jax.training.rest import norm, vectors_together
 
 F32, BF16 = jnp.float32, jnp.bfloat16
 CLOSE = {F32: 2e-5, BF16: 2e-2}
@@ -265,10 +266,10 @@ def test_targets_beyond_the_vocabulary_are_nan_by_kernels_too():
 @pytest.mark.parametrize("p", [1.0, 2.0, math.inf])
 def test_the_norm_of_vectors_that_are_joined_is_that_of_each(p):
     parts = [(drawn(i, *shape), F32, ()) for i, shape in enumerate([(7,), (3, 4), (5,), (2,), ()])]
-    joined = compiling.vectors_together(parts)
+    joined = vectors_together(parts)
     assert sorted(each.shape for each, _, _ in joined) == [(), (3, 4), (14,)]
     flat = np.concatenate([np.ravel(each) for each, _, _ in parts])
-    np.testing.assert_allclose(compiling.norm(joined, p), np.linalg.norm(flat, p), rtol=1e-6)
+    np.testing.assert_allclose(norm(joined, p), np.linalg.norm(flat, p), rtol=1e-6)
 
 
 @pytest.mark.parametrize("precision, units, flags, left_out", [
@@ -278,9 +279,9 @@ def test_the_norm_of_vectors_that_are_joined_is_that_of_each(p):
 def test_small_models_and_8_bits_build_without_triton_products(precision, units, flags, left_out, monkeypatch):
     shapes = {"kernel": Layout.replicated(jax.ShapeDtypeStruct((units, units), F32))}
     placement = SimpleNamespace(params=shapes, plan=ax.Plan(precision=precision), at_use=None)
-    monkeypatch.setattr(compiling, "platform_around", lambda mesh: "gpu")
+    monkeypatch.setattr("axonml_jax.training.compile.platform_around", lambda mesh: "gpu")
     monkeypatch.setenv("XLA_FLAGS", flags)
-    found = compiling.compiler_options(placement, None)
+    found = compiler_options(placement, None)
     assert found == ({"xla_gpu_enable_triton_gemm": "False"} if left_out else None)
     if found:  # XLA knows the option, on CPU too
         assert jax.jit(lambda x: x + 1, compiler_options=found)(1) == 2

@@ -24,7 +24,7 @@ from axonml_jax.meaning.places import SUM, Group, Split, local_shape, reshaped
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.program.program import read_program
-from axonml_jax.training.compile import Objective
+from axonml_jax.training.objective import Objective
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "truth"))
 from expert_models import Net as Experts

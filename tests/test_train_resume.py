@@ -17,7 +17,7 @@ from axonml_jax.cli.run import Preemption, Record, RunFolder, earlier_folder, fi
 from axonml_jax.config.config import ConfigError, read_config
 from axonml_jax.launch.leftovers import MARK
 from axonml_jax.launch.workers import RESTART_COUNT
-from axonml_jax.training.compile import Throughput
+from axonml_jax.training.callbacks import Throughput
 
 QUICKSTART = str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")
 SMALL = (

@@ -24,8 +24,7 @@ from axonml_jax.cli.tasks import TextData, write_samples
 from axonml_jax.config.config import ConfigError, RunConfig, as_dict, examples_until, not_a_file
 from axonml_jax.config.sections import OwnModel
 from axonml_jax.facade.trainer import ParallelModel
-from axonml_jax.training.callbacks import OneLine, rewrites
-from axonml_jax.training.compile import Throughput
+from axonml_jax.training.callbacks import OneLine, Throughput, rewrites
 
 # --------------------------------------------------------------------------------------------------
 # Records in a run of MLflow.

@@ -50,7 +50,7 @@ from axonml_jax.models.weights import check_pretrained
 from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.batch import check_batch
 from axonml_jax.sharding.layout import replicated, to_host
-from axonml_jax.training.compile import Throughput, as_floats
+from axonml_jax.training.callbacks import Throughput, as_floats
 from axonml_jax.training.run_state import CompareReplicas, ReplicasDiffer, in_words
 from axonml_jax.training.state import TrainState
 

@@ -42,7 +42,7 @@ from axonml_jax.facade.trainer import AveragedParams, ParallelModel
 from axonml_jax.models.generate import Sampling
 from axonml_jax.models.transformer import counted
 from axonml_jax.sharding.layout import to_host
-from axonml_jax.training.compile import as_floats
+from axonml_jax.training.callbacks import as_floats
 
 # --------------------------------------------------------------------------------------------------
 # A run's folder, opened to read: its configuration, and the model of one of its checkpoints on the devices of this job.

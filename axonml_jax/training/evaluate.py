@@ -27,9 +27,10 @@ from axonml_jax.program.program import all_but_named, read_program
 from axonml_jax.program.values import SAME, differing
 from axonml_jax.sharding.batch import BatchLayout, check_batch, filled_up, number_of_rows, rows_of
 from axonml_jax.sharding.layout import is_layout, place, to_device_memory, to_host
-from axonml_jax.training.compile import Compiled, compiler_options, explain_types, refuse_moved, shard_key
+from axonml_jax.training.compile import Compiled, compiler_options, explain_types
 from axonml_jax.training.compose import rest_of
 from axonml_jax.training.gradients import gradients, means_of, summed
+from axonml_jax.training.objective import refuse_moved, shard_key
 from axonml_jax.training.rest import stacked
 from axonml_jax.training.state import each_ranks_specs
 from axonml_jax.training.step import TrainStep, forward_mode, objective_of

@@ -27,8 +27,16 @@ from axonml_jax.parallel.placement import (
 )
 from axonml_jax.sharding.layout import Layout, is_layout, to_device_memory
 from axonml_jax.strategies.shard import Feedback
-from axonml_jax.training.compile import NO_SCALE, Differentiated, GradientEngine, Objective, Parts, part_keys, shard_key
 from axonml_jax.training.compose import Gradients, rest_of
+from axonml_jax.training.objective import (
+    NO_SCALE,
+    Differentiated,
+    GradientEngine,
+    Objective,
+    Parts,
+    part_keys,
+    shard_key,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Gradients summed over microbatches: what accumulates, and which reduction waits for the last one.

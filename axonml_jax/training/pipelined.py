@@ -13,7 +13,7 @@ from axonml_jax.model.view import Variables
 from axonml_jax.parallel.placement import Placement, key_number, read_shapes
 from axonml_jax.pipeline.run import run_pieces
 from axonml_jax.strategies.strategy import units
-from axonml_jax.training.compile import NO_SCALE, Differentiated, GradientEngine, Objective, part_keys, shard_key
+from axonml_jax.training.objective import NO_SCALE, Differentiated, GradientEngine, Objective, part_keys, shard_key
 
 
 class ByStage(GradientEngine):

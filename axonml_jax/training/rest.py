@@ -1,6 +1,8 @@
 """How parameters and optimizer state rest between steps: plain, stacked, partitioned, in rounds."""
 
 import abc
+import functools
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -13,7 +15,9 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from axonml_jax.base import PyTree, named_leaves
-from axonml_jax.collectives.primitives import sum_over, vary
+from axonml_jax.collectives.primitives import max_over, sum_over, vary
+from axonml_jax.compat.order import platform_around, together
+from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.model.loss import Loss
 from axonml_jax.model.view import Functional, Variables
 from axonml_jax.parallel.placement import Placement, read_shapes, read_tree
@@ -34,15 +38,61 @@ from axonml_jax.sharding.layout import (
     to_stored,
     unpadded,
 )
-from axonml_jax.training.compile import Objective, Part, clipped, norm, part_keys
+from axonml_jax.training.objective import Objective, part_keys
 from axonml_jax.training.optimizer import apply, gather_stored, opt_owners, own_parts
 
 if TYPE_CHECKING:
     from axonml_jax.training.on_shards import OnShards
 
 # --------------------------------------------------------------------------------------------------
-# The norms of gradients and parameters layer by layer: of whole arrays, though every rank squares only what it holds.
+# The norms of gradients and parameters, of all and layer by layer: of whole arrays, though every rank squares only what
+# it holds; and clipping by it.
 # --------------------------------------------------------------------------------------------------
+
+Part = tuple[jax.Array, Any, tuple[str, ...]]
+"""An array of gradients, its parameters' dtype, and the mesh axes over which it is split."""
+
+
+def norm(parts: Iterable[Part], p: float = 2.0) -> jax.Array:
+    """The p-norm of all gradients on all ranks, each element counted once, in at least float32; p may be infinite.
+
+    Communicates: inside `shard_map` one small all-reduce for every set of axes that splits parts.
+    """
+    infinite, totals = p == math.inf, {}
+    for grad, dtype, axes in vectors_together(parts) if platform_around() == "gpu" else parts:
+        size = jnp.abs(grad).astype(jnp.promote_types(jnp.finfo(dtype).dtype, jnp.float32))
+        if infinite:
+            totals[axes] = jnp.maximum(totals.get(axes, 0.0), jnp.max(size, initial=0))
+        else:
+            totals[axes] = totals.get(axes, 0.0) + jnp.sum(jnp.square(size) if p == 2 else size**p)
+    join = max_over if infinite else sum_over
+    with jax.named_scope("axonml.norm"):
+        wholes = [join(total, axes) if axes else total for axes, total in totals.items()]
+    if infinite:
+        return functools.reduce(jnp.maximum, wholes, jnp.zeros(()))
+    return sum(wholes, jnp.zeros(())) ** (1 / p) if p != 2 else jnp.sqrt(sum(wholes, jnp.zeros(())))
+
+
+def vectors_together(parts: Iterable[Part]) -> list[Part]:
+    """The same elements, all vectors of a kind in one.
+
+    XLA makes of each vector's update and of its share of the norm one kernel of several results, each too small for a GPU;
+    apart the updates run together, and so do the squares.
+    """
+    kinds, found = {}, []
+    for grad, dtype, axes in parts:
+        if grad.ndim == 1:
+            kinds.setdefault((jnp.dtype(grad.dtype), jnp.dtype(dtype), axes, varying_axes(grad)), []).append(grad)
+        else:
+            found.append((grad, dtype, axes))
+    return found + [(jnp.concatenate(together(some)), dtype, axes) for (_, dtype, axes, _), some in kinds.items()]
+
+
+def clipped(grads: PyTree, norm: jax.Array, max_norm: Any) -> PyTree:
+    """Gradients scaled by min(1, max_norm / (norm + 1e-6)), PyTorch's rule."""
+    scale = jnp.minimum(1.0, max_norm / (norm + 1e-6))
+    return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+
 
 Square = tuple[str, jax.Array, tuple[str, ...]]
 """A parameter's name, the sum of squares of this rank's part of it, and the mesh axes over which it is split."""

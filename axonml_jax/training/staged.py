@@ -31,11 +31,11 @@ from axonml_jax.sharding.layout import (
     shardings,
     to_device_memory,
 )
-from axonml_jax.training.compile import Objective, Part, clipped, norm
+from axonml_jax.training.objective import Objective
 from axonml_jax.training.on_shards import Held, OnRank, ShardedProgram, seen_shard, stored_shard, within
 from axonml_jax.training.optimizer import apply, gather_leaf, leaf_shard, whole_shape
 from axonml_jax.training.pipelined import pipelined_call, pipelined_loss
-from axonml_jax.training.rest import Rest, RestingOptimizer, Square, square
+from axonml_jax.training.rest import Part, Rest, RestingOptimizer, Square, clipped, norm, square
 
 # --------------------------------------------------------------------------------------------------
 # Parameters of a pipeline's rank that lie one behind the other and are updated alike, element by element: updated as

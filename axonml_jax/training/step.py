@@ -21,9 +21,10 @@ from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement, in_round, reading, reading_users
 from axonml_jax.sharding.batch import check_batch
 from axonml_jax.sharding.layout import Leaf, is_deleted, is_layout, shardings
-from axonml_jax.training.compile import Compiled, Objective, compiler_options, explain_types, folding
+from axonml_jax.training.compile import Compiled, compiler_options, explain_types, folding
 from axonml_jax.training.compose import Gradients, Metrics, Reading, composed, rest_of
 from axonml_jax.training.gradients import gradients
+from axonml_jax.training.objective import Objective
 from axonml_jax.training.run_state import RestingState, state_leaves, state_of_leaves, state_specs
 from axonml_jax.training.state import TrainState
 from axonml_jax.training.transforms import StepOptions, kept_of, transforms_of

@@ -15,9 +15,8 @@ from axonml_jax.model.buffers import Join
 from axonml_jax.model.view import Functional
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import to_device_memory
-from axonml_jax.training.compile import clipped, norm
 from axonml_jax.training.compose import Differentiate, Gradients, Metrics, Reading, StepTransform, Update
-from axonml_jax.training.rest import Rest, layer_norms
+from axonml_jax.training.rest import Rest, clipped, layer_norms, norm
 from axonml_jax.training.state import TrainState
 
 # --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from paired import machine, ratio
 from small_gpt import config, loss_fn, make_batch, make_model, optimizer
 
 import axonml_jax as ax
-from axonml_jax.training import compile as compiler
+from axonml_jax.program import on_cpu
 
 DEVICES = {"ddp": ("data", 1), "fsdp": ("fsdp", 2), "pipeline": ("pipe", 4)}
 
@@ -38,7 +38,7 @@ def parse():
 
 def trainer_of(options, change):
     """A trainer whose programs are changed so, after two steps; its batch, megabytes of temporaries and seconds to build."""
-    compiler.with_transposed_operands = change
+    on_cpu.with_transposed_operands = change
     shape = config(options.layers, options.width, tied=False)
     model, batch, number = make_model(shape), make_batch(options.rows, shape), options.microbatches
     axis, devices = DEVICES[options.plan]
@@ -55,7 +55,7 @@ def trainer_of(options, change):
 def main():
     options = parse()
     ax.fake_devices(DEVICES[options.plan][1])
-    ours = compiler.with_transposed_operands
+    ours = on_cpu.with_transposed_operands
     sides = {"as traced": trainer_of(options, lambda jaxpr: jaxpr), "as it runs": trainer_of(options, ours)}
     times, rng = {name: [] for name in sides}, np.random.default_rng(0)
     for _ in range(options.rounds):

@@ -36,7 +36,7 @@ from axonml_jax.checkpoint.memory import MemoryCopies, restore_newest
 from axonml_jax.cli.records import JsonLines
 from axonml_jax.cli.run import Preemption, Record
 from axonml_jax.sharding.layout import to_host
-from axonml_jax.training.compile import as_floats
+from axonml_jax.training.callbacks import as_floats
 from axonml_jax.training.same_everywhere import check_same
 
 STEPS, EVERY, ROWS, BATCH = 12, 3, 96, 12

@@ -1,0 +1,440 @@
+"""The objective of a step: the user's loss as a pure function, and the interface of what differentiates it."""
+
+import abc
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import flax
+import flax.errors
+import jax
+import jax.numpy as jnp
+
+from axonml_jax.base import LossFn, PyTree, named_leaves
+from axonml_jax.collectives.primitives import axis_index
+from axonml_jax.compat.jaxpr import trace, traced_with
+from axonml_jax.model.loss import TRACED, UNREAD, Loss, of_arrays, parse_loss
+from axonml_jax.model.view import Functional, Mode, Variables, merge, noting_written
+from axonml_jax.parallel.placement import Placement
+from axonml_jax.sharding.batch import several_batches
+from axonml_jax.strategies.shard import Feedback
+
+if TYPE_CHECKING:
+    from axonml_jax.meaning.whole_batch import WholeBatch
+
+# --------------------------------------------------------------------------------------------------
+# The user's loss as a pure function of what one rank reads, for one microbatch.
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a step that are differentiated one by one.
+
+    Attributes:
+      count: number of (rank, microbatch) parts over which a plain mean is taken; each part's loss is divided by it. A
+        WeightedMean is divided by its total weight after the sum.
+      scale: the loss scale, or None.
+    """
+
+    count: int
+    scale: jax.Array | None = None
+
+
+@dataclass(frozen=True)
+class Objective:
+    """`loss_fn` on a model, without side effects.
+
+    Attributes:
+      model: the model.
+      loss_fn: the user's.
+      mode: how the model runs.
+      positions: the mesh axes that split positions: a loss must then say over which it is a mean.
+      inside: entered around the model's code while it is traced (see `Placement.inside`).
+      reading: what is traced in its place (see `reading` of `parallel/placement.py`).
+      whole: what the loss means on the whole batch, of which ranks have parts; None: it is that of a rank's rows.
+      trains: it is refused where nothing that is trained reaches it.
+      placed: what is traced in the place of functions that trace the user's code by themselves (`reading_users`).
+    """
+
+    model: Functional
+    loss_fn: LossFn
+    mode: Mode
+    positions: tuple[str, ...] = ()
+    inside: Callable[[], AbstractContextManager] = nullcontext
+    reading: Callable[..., Callable] = lambda fun, **_: fun
+    whole: "WholeBatch | None" = None
+    trains: bool = False
+    placed: Callable[[Callable], Callable] = lambda fun: fun
+
+    def __post_init__(self):
+        if not callable(self.loss_fn):
+            raise TypeError(f"loss_fn={self.loss_fn!r} cannot be called: give a function loss_fn(model, batch) -> loss")
+
+    def __call__(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
+        """The loss of one microbatch on one rank, and the model's state after it."""
+        return self.reading(self._evaluated if self.mode.training is False else self._of)(variables, key, batch)
+
+    def _evaluated(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
+        loss, state = self._of(variables, key, batch)
+        again = lambda state: self._of(replace(variables, state=state), key, batch)[1]
+        refuse_moved(self.model, variables.state, state, again)
+        return loss, state
+
+    def _of(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
+        on_rows = partial(self._on_rows, variables, key)
+        with noting_written() as written:
+            if self.whole is None:
+                made = on_rows(batch)
+            else:
+                with self.inside():
+                    made = self.whole(self.model, self._explained, self.mode, variables, key, batch, on_rows)
+        if written.found and self.mode.training is not False:
+            runs = (self._on_rows, getattr(batch, "rows", batch)), (self._on_whole, batch)
+            refuse_written(list(written.found), runs, variables, key)
+        return made
+
+    def _on_whole(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
+        assert self.whole is not None
+        on_rows = partial(self._on_rows, variables, key)
+        with self.inside():
+            return self.whole(self.model, self._explained, self.mode, variables, key, batch, on_rows)
+
+    def microbatches(self, variables: Variables, key: jax.Array, rows: PyTree, batches: PyTree) -> PyTree:
+        """A rank's microbatches, stacked, as the loss takes them.
+
+        Args:
+          variables: their shapes, as read.
+          key: of one of them; its shape counts.
+          rows: all rows of this rank.
+          batches: the same as microbatches.
+        """
+        if self.whole is None:
+            return batches
+        from axonml_jax.layers.whole import whole_allowed
+
+        whole, shape = self.whole, jax.ShapeDtypeStruct(key.shape, key.dtype)
+
+        def split(variables: Variables, rows: PyTree, batches: PyTree) -> PyTree:
+            asked = self.model, self._explained, self.mode, self._as_read(variables, shape, rows), shape
+            with self.inside(), whole_allowed():
+                return whole.microbatches(asked, rows, batches)
+
+        return self.placed(split)(variables, rows, batches)
+
+    def _as_read(self, variables: Variables, key: Any, rows: PyTree) -> Variables:
+        """The shapes of variables that the loss's own code sees: without adapters, and with what layers split whole."""
+        seen: list[Variables] = []
+
+        def note(variables: Variables, key: jax.Array, rows: PyTree) -> jax.Array:
+            seen.append(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), variables))
+            return jnp.zeros(())
+
+        without_products = replace(self.mode.precision, products=None)  # `note` has none that could be rounded
+        trace(self.reading(note, precision=without_products), variables, key, rows)
+        return seen[-1]
+
+    def swept(
+        self,
+        each: Callable[[Callable, PyTree], list[jax.Array]],
+        variables: Variables,
+        key: jax.Array,
+        rows: PyTree,
+        batches: PyTree,
+    ) -> PyTree:
+        """Microbatches after a first sweep, where the loss needs one (`meaning/two_sweeps.py`).
+
+        Args:
+          each: `each(fun, batches)`: of every microbatch `fun(variables, key, batch) -> (arrays, state)`, its arrays stacked.
+          variables: their shapes.
+          key: what the loss itself draws with.
+          rows: all rows of this rank.
+          batches: what `microbatches` returned.
+        """
+        if self.whole is None or not self.sweeps(batches):
+            return batches
+        whole, asked = self.whole, (self.model, self._explained, self.mode)
+
+        def results(variables: Variables, key: jax.Array, batch: PyTree) -> tuple[list[jax.Array], PyTree]:
+            with self.inside():
+                return whole.results(*asked, variables, key, batch)
+
+        def joined(variables: Variables, key: jax.Array, rows: PyTree, stacks: list, batches: PyTree) -> PyTree:
+            return whole.of_all_rows((*asked, self._as_read(variables, key, rows), key), rows, stacks, batches)
+
+        stacks = each(self.reading(results), batches)
+        return self.placed(joined)(variables, key, rows, stacks, batches)
+
+    def sweeps(self, batches: PyTree) -> bool:
+        """Whether microbatches are gone over twice."""
+        if self.whole is None:
+            return False
+        from axonml_jax.meaning.microbatches import Microbatch
+
+        return isinstance(batches, Microbatch) and batches.plan.sweeps
+
+    def swept_loss(self, batches: PyTree) -> Loss:
+        """After a first sweep the loss of this rank's rows, as what ranks sum."""
+        assert self.whole is not None
+        return self.whole.loss_of(batches)
+
+    def finish(self, batches: PyTree) -> Callable | None:
+        """What is done after all microbatches with the sums of losses and metrics; None: nothing (`WholeBatch.finish`)."""
+        return None if self.whole is None else self.whole.finish(batches)
+
+    def _on_rows(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
+        with self.inside():
+            bound = self.model.bind(variables, key, self.mode)
+            loss = parse_loss(self._explained(bound, batch), self.positions)
+            return loss, self.model.state_of(bound)
+
+    def _explained(self, bound: Any, batch: PyTree) -> Any:
+        try:
+            return self.loss_fn(bound, batch)
+        except flax.errors.ApplyScopeInvalidVariablesTypeError as error:
+            said = TypeError(
+                "the loss gave module.apply something else than variables. A loss gets the model with its variables in it: "
+                "call it, model(x), in the place of module.apply(variables, x)"
+            )
+            raise said.with_traceback(error.__traceback__) from None
+        except flax.errors.TraceContextError as error:
+            said = TypeError(
+                f"the loss changes an object of the script's own, outside of the model ({error}). Random streams and "
+                "metrics that a step changes belong into the model: self.rngs = nnx.Rngs(0), self.metrics = "
+                "nnx.MultiMetric(...), both used as attributes of the model that the loss gets; or return what is measured, "
+                'loss, {"logits": logits}'
+            )
+            raise said.with_traceback(error.__traceback__) from None
+        except Exception as error:
+            if "should match the mesh passed to shard_map" in str(error):
+                said = ValueError(
+                    "the code of the model or of the loss maps itself over a mesh (jax.shard_map), but runs inside of "
+                    "this plan's own shard_map, on one rank's rows already: call what it maps directly where there is no "
+                    "such mesh around, or train this model by XLA's partitioner alone, in your own loop (ax.place). JAX "
+                    f"says: {error}"
+                )
+                raise said.with_traceback(error.__traceback__) from None
+            if note := several_batches(batch):
+                error.add_note(note)
+            if note := of_arrays(self.loss_fn):
+                error.add_note(note)
+            if isinstance(error, jax.errors.JAXTypeError):
+                error.add_note(TRACED)
+            raise
+
+    def trained_read(self, read: Variables, key: jax.Array, batch: PyTree) -> set[str]:
+        """The paths of trained parameters that, as read, reach the loss but through `stop_gradient`: of the traced program."""
+        of = lambda params: self(replace(read, params=params), key, batch)[0].total
+        from axonml_jax.program.program import reached, read_program
+
+        program = read_program(trace(of, read.params).jaxpr)
+        reaching = reached(program, program.outputs)
+        return {
+            name for name, number in zip(named_leaves(read.params), program.inputs, strict=True) if number in reaching
+        }
+
+    def refuse_unread(self, total: jax.Array, by: PyTree, read: Variables, key: jax.Array, batch: PyTree) -> None:
+        """Refuse to train by a loss that nothing trained reaches, while it is traced.
+
+        Args:
+          total: the loss.
+          by: what it is differentiated by.
+          read: the variables as read.
+
+        Raises:
+          ValueError: where the traced program shows it.
+        """
+        if self.trains and not traced_with(total, by) and not self.trained_read(read, key, batch):
+            raise ValueError(UNREAD)
+
+    def differentiable(self, parts: Parts, frozen: PyTree) -> Callable:
+        """The loss as JAX differentiates it.
+
+        Args:
+          parts: how each part's loss is made smaller or larger, so that gradients need only be summed.
+          frozen: the frozen parameters as read.
+
+        Returns:
+          `f(params, state, key, batch) -> (scalar, (Loss, state))`.
+        """
+
+        return partial(self._part, frozen=frozen, parts=parts)
+
+    def differentiable_with_frozen(self, parts: Parts) -> Callable:
+        """`differentiable` of read frozen parameters too: `f(params, frozen, state, key, batch)`."""
+        return lambda params, frozen, *args: self._part(params, *args, frozen=frozen, parts=parts)
+
+    def _part(self, params: PyTree, state: PyTree, key: jax.Array, batch: PyTree, *, frozen: PyTree, parts: Parts):
+        before = Variables(params, frozen, state)
+        loss, state = self(before, key, batch)
+        self.refuse_unread(loss.total, params, before, key, batch)
+        total = loss.total / parts.count if loss.weight is None else loss.total
+        return (total if parts.scale is None else total * parts.scale), (loss, state)
+
+
+NO_SCALE = (
+    'the loss takes two sweeps over the microbatches, which a loss scale does not go with: take precision="bf16", or all rows '
+    "at once (accumulate=1, num_microbatches=1)"
+)
+
+
+def shard_key(key: jax.Array, microbatch: int | jax.Array, shard: int | jax.Array) -> jax.Array:
+    """The randomness of one microbatch on one batch shard: masks differ per shard, so they depend on its degree."""
+    return jax.random.fold_in(jax.random.fold_in(key, microbatch), shard)
+
+
+def part_keys(placement: Placement, key: jax.Array, rows: PyTree, count: int) -> list[jax.Array]:
+    """The randomness of each of this rank's microbatches, whose draws are its rows of those of one device (`draws="rows"`).
+
+    Args:
+      placement: the plan on its mesh.
+      key: the step's.
+      rows: all of this rank's rows.
+      count: the number of microbatches.
+    """
+    from axonml_jax.compat.row_keys import row_key
+
+    axes, whole = placement.batch_layout.rows, shard_key(key, 0, 0)
+    if (parts := placement.ranks(axes) * count) == 1:
+        return [whole]
+    rank = axis_index(axes) if axes else 0
+    own = next(jnp.shape(x)[0] for x in jax.tree.leaves(rows) if jnp.ndim(x)) // count
+    return [row_key(whole, rank * count + number, own, parts) for number in range(count)]
+
+
+def refuse_written(
+    names: list[str], runs: Iterable[tuple[Callable, PyTree]], variables: Variables, key: jax.Array
+) -> None:
+    """Refuse a loss whose code, or the model's, writes into parameters: a step would drop that.
+
+    Args:
+      names: parameters that are others afterwards.
+      runs: `run(variables, key, batch)`, with its batch: the first that can be traced tells what is really written, as loops
+        and `jax.checkpoint` hand values on as new ones.
+
+    Raises:
+      ValueError: naming every parameter, and the remedy.
+    """
+    params = named_leaves(merge(variables.params, variables.frozen))
+
+    def after(run: Callable, batch: PyTree, leaves: list[Any]) -> list[Any]:
+        given = jax.tree.unflatten(jax.tree.structure(merge(variables.params, variables.frozen)), leaves)
+        with noting_written() as written:
+            run(replace(variables, params=given, frozen={}), key, batch)
+        return [written.found.get(name, leaf) for name, leaf in zip(params, leaves, strict=True)]
+
+    really = names
+    for run, batch in runs:
+        try:
+            ends = _handed_on(partial(after, run, batch), list(params.values()))
+        except Exception:  # such as the five largest of four rows
+            continue
+        really = [name for k, (name, end) in enumerate(zip(params, ends, strict=True)) if end != k and name in names]
+        break
+    if not really:
+        return
+    raise ValueError(
+        f"the model or the loss writes into parameters, and a step would drop what it writes: {', '.join(really)}. Parameters "
+        "are changed by the optimizer alone. What follows other parameters, such as a target network, is state: "
+        "ax.as_state(model.target) before the model is wrapped. Weights that are normalized (nnx.WeightNorm, nnx.SpectralNorm) "
+        "or limited: compute with the new array without writing it back, or limit them in the optimizer"
+    )
+
+
+def _handed_on(fun: Callable[[Any], Any], given: PyTree) -> list[int | None]:
+    """Of each result of a function which leaf that it is given it is; None: none."""
+    from axonml_jax.program.program import is_constant, read_program
+    from axonml_jax.program.values import nested
+
+    program = read_program(trace(fun, given).jaxpr)
+    whole = nested(program)
+    places = {value: k for k, value in enumerate(whole.top.of(program.inputs))}
+
+    def origin(atom: Any) -> Any:
+        order: tuple[int, ...] | None = None
+        while (node := whole.maker(atom := whole.handed_on(atom))) is not None and node.name == "transpose":
+            swapped = tuple(node.equation.op.options["permutation"])
+            order = swapped if order is None else tuple(swapped[k] for k in order if k < len(swapped))
+            (atom,) = node.inputs
+        return atom if order is None or order == tuple(range(len(order))) else None
+
+    ends = [origin(atom) for atom in whole.results]
+    return [None if end is None or is_constant(end) else places.get(end) for end in ends]
+
+
+def refuse_moved(model: Functional, before: PyTree, after: PyTree, again: Callable[[PyTree], PyTree]) -> None:
+    """Refuse an evaluation that changes statistics of batches: its figures would depend on what else is in the batch.
+
+    Args:
+      model: whose state it is.
+      before, after: its state, while the evaluation is traced.
+      again: the state after, of a state before: traced where loops and `jax.checkpoint` hand values on as new ones.
+
+    Raises:
+      ValueError: naming every statistic that changes, and the remedy.
+    """
+    statistic, old, new = model.batch_statistics(), named_leaves(before), named_leaves(after)
+    moved = [name for name, leaf in new.items() if statistic(name) and leaf is not old[name]]
+    if moved:
+        ends = dict(zip(old, enumerate(_handed_on(again, before)), strict=True))
+        moved = [name for name in moved if ends[name][0] != ends[name][1]]
+    if moved:
+        raise ValueError(
+            "evaluation changes these statistics of batches, so a module in it runs in training mode: "
+            f"{', '.join(moved)}. Let the loss say which it is, model(x, train=model.is_training) of a Linen module whose call "
+            "takes `train`; an NNX module's eval() sees to it where no call gives use_running_average=False"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# The interface of every gradient engine.
+# --------------------------------------------------------------------------------------------------
+
+
+class Differentiated(NamedTuple):
+    """What an engine gives on one rank, before anything is divided.
+
+    Attributes:
+      grads: gradients of the resting parameters, summed over ranks and microbatches, in the dtype in which they accumulate.
+      losses: this rank's, with a dim 0 of microbatches, or of one that is their sum.
+      state: the model's state after the last microbatch.
+      left_out: what the sums lack of this rank's gradients, where the plan feeds it back.
+      finish: what is done with the losses' sums over ranks (`Objective.finish`); None: nothing.
+    """
+
+    grads: PyTree
+    losses: Loss
+    state: PyTree
+    left_out: PyTree = None
+    finish: Callable | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class GradientEngine(abc.ABC):
+    """How the loss of all microbatches of a step is differentiated, inside `shard_map`.
+
+    Attributes:
+      objective: the loss of one microbatch.
+      placement: how parameters are read and gradients reduced.
+      parts: what a microbatch's loss is divided by, and the loss scale.
+      sync: False leaves gradients each rank's own.
+      left_out: what the last step's sums lacked of this rank's gradients, which joins them; None: nothing is fed back.
+    """
+
+    objective: Objective
+    placement: Placement
+    parts: Parts
+    sync: bool
+    left_out: PyTree = None
+
+    @property
+    def feedback(self) -> Feedback | None:
+        """Of the plan's sums, where there is something to begin with."""
+        precision = self.placement.plan.precision
+        return None if self.left_out is None else Feedback.of(self.placement.strategies, precision)
+
+    @abc.abstractmethod
+    def differentiate(self, variables: Variables, key: jax.Array, batch: PyTree) -> Differentiated:
+        """Of resting variables, the step's randomness and this rank's rows."""
