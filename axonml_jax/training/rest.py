@@ -537,9 +537,9 @@ class PlainOptimizer(RestingOptimizer):
 
     def first(self, params: PyTree, mesh: Mesh) -> PyTree:
         """Made under `jit` where it will live."""
-        shapes, offload = jax.eval_shape(self._first, params), self.placement.plan.offload
-        wanted = shardings(self.between().specs(), mesh)
+        offload, wanted = self.placement.plan.offload, shardings(self.between().specs(), mesh)
         if offload.optimizer:
+            shapes = jax.eval_shape(self._first, params)
             wanted = jax.tree.map(lambda x, s: s.with_memory_kind(HOST) if movable(x) else s, shapes, wanted)
 
         def first(params: PyTree) -> PyTree:
