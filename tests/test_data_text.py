@@ -107,6 +107,16 @@ def test_only_regular_files_are_read_and_what_is_passed_over_is_said(folder, cap
     assert dict(line.strip().split(": ") for line in lines) == expected
 
 
+def test_records_beside_text_that_are_left_out_are_named(folder, caplog):
+    """A README beside a table was what a run trained on, without a word of the table."""
+    (folder / "rows.csv").write_text("a,b\n1,2\n")
+    load_text(folder)
+    assert "rows.csv: records rather than text" in caplog.text
+    caplog.clear()
+    load_text(folder, suffixes=(".txt",))
+    assert not caplog.messages
+
+
 def test_a_link_to_a_file_is_read_as_the_file(folder):
     before = load_text(folder).fingerprint
     (folder / "part0" / "00.txt").rename(folder / "00.bytes")

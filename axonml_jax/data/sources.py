@@ -120,6 +120,8 @@ class Folder:
                     self._add(Path(folder, name))
                 elif name.endswith(tuple(suffix + more for suffix in suffixes for more in COMPRESSED)):
                     self._pass_over(Path(folder, name), "compressed: decompress it first")
+                elif suffixes == TEXT_SUFFIXES and name.endswith(_TABLES):
+                    self._pass_over(Path(folder, name), "records rather than text: format=jsonl reads JSON lines")
 
     def _add(self, file: Path) -> None:
         try:
