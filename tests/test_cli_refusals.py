@@ -31,6 +31,7 @@ WRONG = {
     "train": [
         ((), "give a configuration file first"),
         (("none.yaml",), "no such configuration file: none.yaml"),
+        (("quikstart",), "no such configuration file: quikstart; did you mean quickstart?"),
         (("binry.yaml",), "no such configuration file: binry.yaml; did you mean binary.yaml?"),
         ((QUICKSTART, "--mesh.tp", "2"), "unknown flag --mesh.tp: did you mean --mesh.tensor?"),
         ((QUICKSTART, "--lr", "1"), "unknown flag --lr: did you mean --optim.learning_rate?"),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import yaml
 from jsonargparse import SUPPRESS, ArgumentError, ArgumentParser, DefaultHelpFormatter, Namespace, get_loader
 
-from axonml_jax.base import AXIS_SYNONYMS, KEYS, NO_AXIS, SAME_KEYS, SECTIONS, meant
+from axonml_jax.base import AXIS_SYNONYMS, KEYS, NO_AXIS, SAME_KEYS, SECTIONS, meant, nearest
 from axonml_jax.config.sections import (
     BYTES,
     NO_LOSS,
@@ -144,16 +144,21 @@ def _indivisible(model: Any, length: int, own: dict[str, int]) -> Iterator[str]:
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def shipped_config(name: str) -> Path | None:
-    """A configuration that comes with the package, by its name (`quickstart`, `plans/llama3_8b_v5p_512`), or by its path in the
-    repository (`configs/quickstart.yaml`)."""
+def shipped_configs() -> dict[str, Path]:
+    """The configurations that come with the package, by name, such as `quickstart` and `plans/llama3_8b_v5p_512`."""
     tree = _PACKAGE.parent
-    folders = [_PACKAGE / "configs", *([tree / "configs"] if (tree / "pyproject.toml").is_file() else [])]
-    parts = Path(name).parts[name.startswith("configs/") :]
-    if not parts or Path(name).is_absolute() or ".." in parts:
-        return None
-    found = (folder.joinpath(*parts[:-1], parts[-1].removesuffix(".yaml") + ".yaml") for folder in folders)
-    return next((path for path in found if path.is_file()), None)
+    folders = [*([tree / "configs"] if (tree / "pyproject.toml").is_file() else []), _PACKAGE / "configs"]
+    files = ((folder, file) for folder in folders for file in sorted(folder.rglob("*.yaml")))
+    return {file.relative_to(folder).with_suffix("").as_posix(): file for folder, file in files}
+
+
+def shipped_config(name: str) -> Path | None:
+    """A configuration of the package by its name, or by its path in the repository (`configs/quickstart.yaml`)."""
+    return shipped_configs().get(_as_shipped(name))
+
+
+def _as_shipped(name: str) -> str:
+    return name.removeprefix("configs/").removesuffix(".yaml")
 
 
 def not_a_file(path: Path) -> str | None:
@@ -1091,7 +1096,7 @@ def _keys_of(path: str) -> dict[str, Any]:
             f"{path} is {kind}: give a configuration file, or the name of one that comes with the package"
         )
     if not Path(path).is_file():
-        near = nearest_file(Path(path))
+        near = nearest_file(Path(path)) or nearest(_as_shipped(path), shipped_configs())
         raise ConfigError(f"no such configuration file: {path}" + (f"; did you mean {near}?" if near else ""))
     try:
         content = yaml_in(Path(path))
