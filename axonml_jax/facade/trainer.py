@@ -636,6 +636,8 @@ class Trainer(Generic[M]):
             for batch in _walked(self, "validate", batches):
                 for before, variables in models.items():
                     seen[before].append(to_host(self._eval(variables, batch)))
+                    if len(seen[before]) == 1:
+                        self._eval.refuse_rows(variables, batch, seen[before][0])
             stacked = bool(self._placement.axes.independent)
             each = {before: mean_of(results, weights, stacked=stacked) for before, results in seen.items()}
             found = {f"{before}{name}": value for before, means in each.items() for name, value in means.items()}

@@ -349,6 +349,24 @@ class EvalStep:
             return first.merged(self._everywhere._run(variables, rows_of(batch, rows - rest, rows), rest))
         return self._everywhere._run(variables, batch, rows)
 
+    def refuse_rows(self, variables: Variables, batch: PyTree, found: Evaluated) -> None:
+        """Refuse metrics with a number for every row, of which batches have no mean: with more rows their shape is another.
+
+        Raises:
+          ValueError: naming them.
+        """
+        if not any(found.rows in np.shape(value) for value in found.values.values()):
+            return
+        degree = self.placement.batch_layout.row_degree
+        step = self._everywhere if found.rows % degree else self
+        placed = step.placement.batch_layout.place(filled_up(batch, degree), self.mesh)
+        more, _ = step._compiled.trace(variables, placed).out_info
+        if grown := [name for name, value in found.values.items() if np.shape(value) != more[name].shape]:
+            raise ValueError(
+                f"metrics have a number for every row, {', '.join(grown)}, and no mean over batches: what has rows is made by "
+                "trainer.predict(batches, predict_fn)"
+            )
+
     def _run(self, variables: Variables, batch: PyTree, rows: int) -> Evaluated:
         with explain_types(self.placement.plan.check_vma):
             found = self._compiled(variables, self.placement.batch_layout.place(batch, self.mesh))
