@@ -589,6 +589,39 @@ NO_AXIS: dict[str, str] = {
 }
 """What people look for as an axis and what there is in its place."""
 
+_STEP, _PLACED = (
+    "trainer.step(batch) differentiates the loss and updates",
+    "the mesh and the plan say where arrays live",
+)
+_CAST = 'products are cast by precision="bf16" of the plan, and parameters keep their dtype'
+METHODS: dict[str, str] = {
+    "apply": "call it, model(x)",
+    "backward": _STEP,
+    "bfloat16": _CAST,
+    "clip_grad_norm_": "model.trainer(..., max_grad_norm=1.0) clips in the step",
+    "compile": "a step is compiled when it is first called",
+    "cpu": _PLACED,
+    "cuda": _PLACED,
+    "fit": "call trainer.step(batch) in a loop",
+    "half": _CAST,
+    "load_checkpoint": "ax.restore(path, trainer)",
+    "load_state_dict": "trainer.model.load_state_dict, or ax.restore(path, trainer)",
+    "model_state": "trainer.state.variables",
+    "named_parameters": "state_dict() has their names",
+    "optimizer": "its state is trainer.opt_state, its learning rate trainer.lr",
+    "param_groups": "the learning rate is trainer.lr, groups are optax.multi_transform",
+    "params": "model.parameters()",
+    "requires_grad_": "trainable= says what trains, when the model is wrapped",
+    "save": "ax.save(path, trainer)",
+    "save_checkpoint": "ax.save(path, trainer)",
+    "scheduler": "give the optimizer an optax schedule as its learning rate",
+    "state_dict": "trainer.model.state_dict()",
+    "to": _PLACED,
+    "train": "trainer.step(batch) trains in training mode, and trainer.evaluate in evaluation mode",
+    "zero_grad": f"no gradients are kept: {_STEP}",
+}
+"""Attributes that models and trainers of others have, and what there is in their place."""
+
 Kind = TypeVar("Kind", bound=enum.Enum)
 
 
@@ -631,6 +664,12 @@ def is_choice(kind: type[enum.Enum], given: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+def no_attribute(of: object, name: str, instead: str) -> AttributeError:
+    """The error for an attribute that is not there, with what there is in its place."""
+    said = f": {instead}" if instead and not name.startswith("_") else ""
+    return AttributeError(f"{type(of).__name__!r} object has no attribute {name!r}{said}", name=name, obj=of)
 
 
 def nearest(given: str, known: Iterable[str], *tables: dict[str, str], cutoff: float = 0.6) -> str | None:

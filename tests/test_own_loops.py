@@ -1,5 +1,6 @@
 """Loops that people have: theirs with our arrays, ours inside of their jit, and one sentence for what does not go together."""
 
+import copy
 import itertools
 
 import jax
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
 
 import axonml_jax as ax
+from axonml_jax.base import METHODS
 from axonml_jax.parallel.plan import Partition
 
 X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
@@ -254,6 +256,20 @@ def test_attributes_and_variables_of_a_module_are_pointed_to():
     state = TrainState.create(apply_fn=model, params=model.parameters(), tx=optax.sgd(0.1))
     with pytest.raises(TypeError, match=r"model\(x\).*apply_fn=module.apply, params=ax.place"):
         state.apply_fn({"params": state.params}, X)
+
+
+def test_attributes_that_others_have_are_answered_with_ours():
+    model = ax.DDP(Lin(), mesh_of(data=2), params=variables())
+    trainer = model.trainer(optax.sgd(0.1), lambda model, batch: model(batch).mean())
+    for of, name, said in (
+        (trainer, "zero_grad", r"'Trainer' object has no attribute 'zero_grad': no gradients are kept: trainer\.step"),
+        (trainer, "state_dict", r"trainer\.model\.state_dict\(\)"),
+        (model, "to", "'DDP' object has no attribute 'to': the mesh and the plan say"),
+    ):
+        with pytest.raises(AttributeError, match=said):
+            getattr(of, name)
+    assert not [name for name in METHODS if hasattr(trainer, name)]  # a row that nobody reads
+    assert not hasattr(trainer, "__array__") and copy.copy(trainer).model is model
 
 
 # What else is handed over: filters, states, boxes, Grain's iterators.

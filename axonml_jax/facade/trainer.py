@@ -18,7 +18,17 @@ import optax
 from flax import linen, nnx
 from jax.sharding import Mesh
 
-from axonml_jax.base import LossFn, PyTree, folded, host_arrays, logger, named_leaves, naming_options
+from axonml_jax.base import (
+    METHODS,
+    LossFn,
+    PyTree,
+    folded,
+    host_arrays,
+    logger,
+    named_leaves,
+    naming_options,
+    no_attribute,
+)
 from axonml_jax.compat.jaxpr import opened
 from axonml_jax.compat.order import (
     handed_back,
@@ -377,6 +387,9 @@ class Trainer(Generic[M]):
         at_rest = self.train_step.at_rest  # refuses options that cannot work before anything is allocated
         self._state = init_state(model.variables, at_rest, model.mesh, model._key)
         self.hollow = model.hollow
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(self, name, METHODS.get(name, ""))
 
     def __repr__(self) -> str:
         accumulate, clips = self._placement.plan.accumulate, self._max_grad_norm
@@ -924,10 +937,8 @@ class ParallelModel(SavedModel):
         jax.tree_util.register_pytree_node(cls, _no_tree, _no_tree)
 
     def __getattr__(self, name: str) -> Any:
-        module = (
-            "" if name.startswith("_") else ": the Flax module, with its parameters as they are now, is model.module"
-        )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{module}", name=name, obj=self)
+        instead = METHODS.get(name, "the Flax module, with its parameters as they are now, is model.module")
+        raise no_attribute(self, name, instead)
 
     @no_mesh_around()
     def __init__(
