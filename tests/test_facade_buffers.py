@@ -10,6 +10,7 @@ from plan_models import CASES, BatchNormNet, mean_loss, regression
 
 import axonml_jax as ax
 from axonml_jax.model.buffers import synchronize_linen, synchronize_nnx
+from axonml_jax.training.single_device import LOW_PRECISION
 
 RANKS, ROWS = 2, 8
 OLD, NEW = 0.9, 0.1  # how much of the running averages stays, how much of a batch's statistics joins
@@ -351,3 +352,68 @@ def test_numbers_of_python_are_parameters_and_state(mesh, face, tmp_path):
     ax.save(tmp_path / "run", made)
     ax.restore(tmp_path / "run", again := PlainNumbers(nnx.Rngs(1)))
     assert again.calls == 2 and again.aux == made.aux
+
+
+class PlainLinenNumbers(linen.Module):
+    """A parameter and a variable that begin as numbers of Python."""
+
+    @linen.compact
+    def __call__(self, x):
+        calls = self.variable("calls", "n", lambda: 0)
+        if not self.is_initializing():
+            calls.value = calls.value + 1
+        return linen.Dense(4, param_dtype=jnp.float64)(x) * self.param("scale", lambda key: 1.5)
+
+
+@pytest.mark.parametrize("face", [ax.DDP, ax.FSDP, ax.parallelize])
+def test_numbers_of_python_are_variables_of_linen(face):
+    def loss_fn(model, x):
+        return jnp.mean((model(x) - 1) ** 2)
+
+    x, module = regression(ROWS)["x"], PlainLinenNumbers()
+    variables = module.init(jax.random.key(0), x)
+    assert type(variables["params"]["scale"]) is float and type(variables["calls"]["n"]) is int
+    trainer = face(module, params=variables).trainer(optax.sgd(0.1), loss_fn)
+    apply = lambda params, x: module.apply({"params": params, "calls": {"n": 0}}, x, mutable="calls")[0]
+    params = variables["params"]
+    for _ in range(2):
+        loss, grads = jax.value_and_grad(lambda p: loss_fn(lambda x: apply(p, x), x))(params)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+        np.testing.assert_allclose(trainer.step(x)["loss"], loss, rtol=1e-6)
+    held = trainer.model.module.variables
+    np.testing.assert_allclose(held["params"]["scale"], params["scale"], rtol=1e-6)
+    assert int(held["calls"]["n"]) == 2
+
+
+@pytest.mark.parametrize("face", [ax.parallelize, ax.place])
+def test_numbers_of_python_are_read_for_annotations(mesh, face):
+    placed = face(PlainNumbers(nnx.Rngs(0)), mesh)
+    assert placed(np.ones((2, 4), np.float32)).shape == (2, 4)
+
+
+class Tempered(nnx.Module):
+    """In 16 bits, with a scale that takes the dtype of what it meets, until an update gives it one."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(5, 3, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=rngs)
+        self.scale = nnx.Param(jnp.full(3, 1.5))
+
+    def __call__(self, x):
+        return self.layer(x) * self.scale
+
+
+@pytest.mark.parametrize("face", [ax.DDP, ax.FSDP])
+def test_arrays_without_a_dtype_of_their_own_train_in_16_bits(face):
+    def loss_fn(model, x):
+        losses = jax.nn.logsumexp(model(x), axis=-1)
+        return (losses * (x[:, 0] > 0)).sum() / (x[:, 0] > 0).sum()
+
+    x = regression(ROWS)["x"]
+    plain = Tempered(nnx.Rngs(0))
+    assert plain.scale.get_value().weak_type
+    optimizer = nnx.Optimizer(plain, optax.sgd(0.1), wrt=nnx.Param)
+    trainer = face(Tempered(nnx.Rngs(0))).trainer(optax.sgd(0.1), loss_fn)
+    for _ in range(2):
+        loss, grads = nnx.value_and_grad(loss_fn)(plain, x)
+        optimizer.update(plain, grads)
+        np.testing.assert_allclose(trainer.step(x)["loss"], loss, rtol=LOW_PRECISION)

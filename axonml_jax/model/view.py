@@ -300,6 +300,15 @@ def is_shape(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
+def as_arrays(tree: PyTree) -> PyTree:
+    """The tree with arrays of a dtype of their own in the place of Python's numbers (`nnx.Param(1.0)`).
+
+    And in the place of arrays that take the dtype of what they meet (`jnp.full(4, 1.0)`): an update leaves none of these.
+    """
+    strong = lambda x: is_shape(x) or (is_array(x) and not getattr(x, "weak_type", False))
+    return jax.tree.map(lambda x: x if strong(x) else jnp.asarray(x, jnp.result_type(x)), tree)
+
+
 def abstract(tree: PyTree) -> PyTree:
     """The shape and dtype of every leaf."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
@@ -571,7 +580,7 @@ def linen_functional(
             f"params= of a Linen module must be what module.init returned, not a {type(variables).__name__}"
         )
     order = order_of_init(variables.get("params", variables))
-    collections = dict(unfreeze(unboxed(variables)))
+    collections = dict(as_arrays(unfreeze(unboxed(variables))))
     if OVERWRITE_WITH_GRADIENT in collections:
         raise ValueError(
             f"{type(module).__name__} has a collection {OVERWRITE_WITH_GRADIENT!r}, as Flax's fp8 layers have: what is called "
@@ -865,9 +874,7 @@ def nnx_functional(model: nnx.Module, trainable: Trainable = None) -> tuple["NNX
         wanted = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, _filter(trainable)))}
         select = wanted.__contains__
     trained, frozen = partition(nnx.to_pure_dict(params), select, given=trainable)
-    variables = Variables(trained, frozen, _without_intermediates(state))
-    # Python's numbers, as `nnx.Param(1.0)` and `nnx.data(0.0)` hold them, are arrays after a step.
-    variables = jax.tree.map(lambda x: x if is_array(x) else jnp.asarray(x), variables)
+    variables = as_arrays(Variables(trained, frozen, _without_intermediates(state)))
     view = NNXFunctional(graphdef, nnx.to_pure_dict(streams), abstract(variables))
     view.order = definition_order(model)
     return view, variables

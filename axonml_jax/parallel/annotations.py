@@ -56,7 +56,7 @@ def written(model: Any, params: PyTree | None, names: Sequence[str]) -> dict[str
     if isinstance(model, linen.Module):
         tree = jax.eval_shape(params) if callable(params) else params
         inner = tree.get("params", tree) if isinstance(tree, Mapping) else {}
-        leaves = jax.tree_util.tree_flatten_with_path(inner, is_leaf=_is_box)[0]
+        leaves = jax.tree.leaves_with_path(inner, is_leaf=lambda x: isinstance(x, linen.meta.AxisMetadata))
         return {"/".join(str(getattr(key, "key", key)) for key in path): _boxed(leaf, names) for path, leaf in leaves}
     if not isinstance(model, nnx.Module):
         with nnx.use_eager_sharding(False):
@@ -65,13 +65,9 @@ def written(model: Any, params: PyTree | None, names: Sequence[str]) -> dict[str
     return {"/".join(map(str, path)): _of_variable(variable, names) for path, variable in flat}
 
 
-def _is_box(leaf: Any) -> bool:
-    return isinstance(leaf, linen.meta.AxisMetadata)
-
-
 def _boxed(leaf: Any, names: Sequence[str]) -> Written:
     value = unboxed(leaf)
-    shape = tuple(value.shape)
+    shape = getattr(value, "shape", ())
     if isinstance(leaf, linen.LogicallyPartitioned):
         own = (*(leaf.rules or ()), *linen.get_logical_axis_rules())
         return Written(shape, tuple(leaf.names), "LogicallyPartitioned", own)
@@ -89,7 +85,7 @@ def _of_array(value: Any, names: Sequence[str]) -> tuple[tuple[Any, ...], str]:
 
 def _of_variable(variable: nnx.Variable, names: Sequence[str]) -> Written:
     value, metadata = variable.get_value(), variable.get_metadata()
-    shape, state = tuple(value.shape), _entries(metadata.get("optimizer_sharding"))
+    shape, state = getattr(value, "shape", ()), _entries(metadata.get("optimizer_sharding"))
     lies, where = _of_array(value, names)
     if where:  # rules that were around when it was made have been applied to it
         return Written(shape, lies, where, state=state)
