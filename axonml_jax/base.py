@@ -48,6 +48,7 @@ def is_array(x: Any) -> bool:
 def host_arrays(tree: PyTree) -> PyTree:
     """A tree in which tensors of other frameworks (PyTorch, TensorFlow: what has `__array__`) are NumPy arrays of their memory.
 
+    Arrays of the other byte order, which JAX does not know, are in this machine's.
     Gradients that PyTorch would follow are left behind.
     """
     import jax
@@ -61,11 +62,13 @@ _FOREIGN: dict[type, bool] = {}
 
 
 def _is_foreign(x: Any) -> bool:
+    if isinstance(x, np.ndarray):
+        return not x.dtype.isnative
     found = _FOREIGN.get(type(x))
     if found is None:
         import jax
 
-        found = hasattr(x, "__array__") and not isinstance(x, np.ndarray | np.generic | jax.Array | type)
+        found = hasattr(x, "__array__") and not isinstance(x, np.generic | jax.Array | type)
     return _FOREIGN.setdefault(type(x), found)
 
 
@@ -74,6 +77,8 @@ def _on_host(x: Any) -> Any:
 
     if not _is_foreign(x):
         return x
+    if isinstance(x, np.ndarray):
+        return x.astype(x.dtype.newbyteorder("="))
     x = x.detach() if hasattr(x, "detach") else x
     try:
         return np.asarray(x)

@@ -243,17 +243,19 @@ BATCHES = {
     ),
     "masked values": (
         {**BATCH, "x": np.ma.masked_greater(BATCH["x"], 0.5)},
-        ["masked values", "x: shape (8, 5)", "leaf.filled(value)", "np.ma.getmaskarray(leaf)"],
+        ["x: masked values", "leaf.filled(value)", "np.ma.getmaskarray(leaf)"],
     ),
+    "a dtype that JAX has not": ({**BATCH, "x": np.ones((8, 5), np.longdouble)}, [f"x: {np.dtype(np.longdouble)}"]),
+    "fields": ({**BATCH, "x": np.zeros(8, [("a", "i4")])}, ["x: [('a', '<i4')]"]),
     "leaves that differ": (
         {**BATCH, "y": BATCH["y"][:4]},
         ["differ in the size of dim 0", "x: shape (8, 5)", "(4, 3)"],
     ),
-    "scalars only": ({"scale": np.float64(1.0)}, ["no array with a batch dim", "scale']"]),
+    "scalars only": ({"scale": np.float64(1.0)}, ["no array with a batch dim", "scale'"]),
     "nothing": (None, ["no array with a batch dim"]),
-    "texts": ({**BATCH, "name": np.array(["a"] * 8)}, ["name': '<U1'}", "take them out"]),
-    "many texts": ({f"n{i}": np.array(["a"] * 8) for i in range(64)}, ["'<U1'} and 59 more; take them out"]),
-    "objects": ({**BATCH, "name": np.array([None] * 8)}, ["name': 'object'}", "arrays of numbers"]),
+    "texts": ({**BATCH, "name": np.array(["a"] * 8)}, ["name: <U1", "take out or encode"]),
+    "many texts": ({f"n{i}": np.array(["a"] * 8) for i in range(64)}, ["<U1 and 59 more"]),
+    "objects": ({**BATCH, "name": np.array([None] * 8)}, ["name: objects (NoneType)", "cannot hold"]),
 }
 USES = {
     "step": lambda model, batch: model.trainer(optax.sgd(0.1), mean_loss).step(batch),
@@ -285,6 +287,23 @@ def test_leaves_that_differ_and_batches_without_rows_are_not_called_uneven(model
     with pytest.raises(ValueError) as caught:
         USES["step"](model, BATCHES[what][0])
     assert not any(words in str(caught.value) for words in ("split evenly", "multiple of 1", "1 rows"))
+
+
+@pytest.mark.parametrize("use", USES)
+def test_whole_numbers_that_32_bits_have_not_are_refused_where_JAX_has_no_more(use):
+    wide = {"id": np.arange(8) + 2**31 - 4, "key": np.full(8, 2**32, np.uint64), "low": np.int64(-(2**40))}
+    words = [
+        "id: int64 from 2147483644 to 2147483651, which are other numbers in int32",
+        "key: uint64",
+        "low: int64",
+        "x64",
+    ]
+    with jax.enable_x64(False):
+        small = ddp(model=nnx.Linear(5, 3, rngs=nnx.Rngs(0)))
+        check(lambda: USES[use](small, BATCH | wide), words, allowed=16)
+        fit = BATCH | {"id": np.arange(8) - 2**31, "x": BATCH["x"].astype(">f8")}  # and the other byte order is read
+        if use == "evaluate":
+            assert USES[use](small, fit)["loss"] == USES[use](small, BATCH)["loss"]
 
 
 def test_a_masked_array_that_masks_nothing_is_a_plain_one():

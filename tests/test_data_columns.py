@@ -27,3 +27,33 @@ def test_a_dict_of_arrays_gives_the_batches_of_its_rows():
 def test_a_dict_whose_arrays_differ_in_length_is_refused_by_name(arrays, said):
     with pytest.raises(ValueError, match=said):
         ax.create_dataloader(arrays, 1, ax.make_mesh(data=1, devices=jax.devices()[:1]))
+
+
+MASKED = np.ma.masked_greater(np.arange(8), 6)
+
+
+@pytest.mark.parametrize("collate", [None, lambda samples: {"x": np.ma.stack([sample["x"] for sample in samples])}])
+@pytest.mark.parametrize("column,said", [
+    (np.arange(8) + 2**31 - 7, r"x: int64 from \d+ to 2147483648, which are other numbers in int32"),
+    (np.arange(8, dtype=np.uint64) + 2**32 - 7, r"x: uint64 from \d+ to 4294967296"),
+    ([2**31 + i - 7 for i in range(8)], r"x: int64 from \d+ to 2147483648"),
+    (MASKED, "x: masked values; give leaf.filled"),
+    (np.ma.stack([MASKED, MASKED], 1), "x: masked values"),
+    (np.array([2**70] * 8, object), r"x: objects \(int\)"),
+    (np.arange(8).astype("M8[s]"), r"x: datetime64\[s\]"),
+    (np.arange(8).astype(np.longdouble), f"x: {np.dtype(np.longdouble)}"),
+])  # fmt: skip
+@pytest.mark.parametrize("rows", [False, True])
+def test_what_devices_would_hold_as_something_else_is_refused_by_name(column, said, rows, collate):
+    source = [{"x": x} for x in column] if rows else {"x": column}
+    loader = ax.create_dataloader(source, 8, ax.make_mesh(data=1, devices=jax.devices()[:1]), collate=collate)
+    with jax.enable_x64(False), pytest.raises(TypeError, match=said):
+        next(iter(loader))
+
+
+def test_keys_of_jax_are_refused_as_samples():
+    keys = jax.random.split(jax.random.key(0), 4)
+    mesh = ax.make_mesh(data=1, devices=jax.devices()[:1])
+    for source in ({"k": keys}, [{"k": key} for key in keys]):
+        with pytest.raises(TypeError, match=r"k: a key of JAX; give a whole number"):
+            next(iter(ax.create_dataloader(source, 4, mesh)))

@@ -9,12 +9,11 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jax.tree_util import keystr
 
-from axonml_jax.base import PyTree, host_arrays, named_leaves
+from axonml_jax.base import PyTree, host_arrays, named_leaves, path_name
+from axonml_jax.sharding.batch import refuse_not_held
 
 # --------------------------------------------------------------------------------------------------
 # From samples to batches: stacking them on the host, and placing rows on the mesh.
@@ -47,18 +46,22 @@ def stack_samples(samples: Sequence) -> object:
                 f"samples of one batch differ in structure: {structure} and, {i} later, {other}. Give a collate"
             )
         columns.append(leaves)
-    stacked = [[np.asarray(leaf) for leaf in host_arrays(column)] for column in zip(*columns, strict=True)]
-    paths = [keystr(path) or "the sample" for path, _ in jax.tree.leaves_with_path(samples[0], is_leaf=_is_numbers)]
-    ragged = [
-        f"{path}: {sorted({array.shape for array in arrays})}"
-        for path, arrays in zip(paths, stacked, strict=True)
-        if len({array.shape for array in arrays}) > 1
-    ]
-    if ragged:
+    paths = [path_name(path) or "the sample" for path, _ in jax.tree.leaves_with_path(samples[0], is_leaf=_is_numbers)]
+    columns = [list(map(_host, host_arrays(column))) for column in zip(*columns, strict=True)]
+    named = list(zip(paths, columns, strict=True))
+    refuse_not_held({path: next(filter(np.ma.is_masked, each), each[0]) for path, each in named}, keys=False)
+    shapes = [(path, sorted({array.shape for array in each})) for path, each in named]
+    if ragged := [f"{path}: {found}" for path, found in shapes if len(found) > 1]:
         raise ValueError(
             f"samples of one batch differ in shape: {'; '.join(ragged)}. Pad them, or give a collate that does"
         )
-    return jax.tree.unflatten(structure, [np.stack(arrays) for arrays in stacked])
+    return jax.tree.unflatten(structure, list(map(np.stack, columns)))
+
+
+def _host(x: Any) -> Any:
+    """An array on the host; one with a mask, or of keys, as it is: it can be refused by name then."""
+    kept = isinstance(x, np.ma.MaskedArray) or (isinstance(x, jax.Array) and not isinstance(x.dtype, np.dtype))
+    return x if kept else np.asarray(x)
 
 
 def _is_numbers(x: Any) -> bool:
@@ -86,7 +89,7 @@ class OwnMemory:
     def __call__(self, samples: Sequence) -> Any:
         """The batch in memory of its own."""
         made = host_arrays(self.collate(samples))
-        return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf), made)
+        return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf, subok=True), made)
 
 
 def local_rows(sharding: NamedSharding, global_batch_size: int) -> np.ndarray:
@@ -133,14 +136,10 @@ def place_rows(batch, sharding: NamedSharding, global_batch_size: int, rows: np.
 
 
 def _check_leaves(batch, num_rows: int) -> None:
-    leaves = [(keystr(path) or "the batch", np.asarray(x)) for path, x in jax.tree_util.tree_leaves_with_path(batch)]
-    numeric = (jnp.number, jnp.bool_)
-    foreign = [f"{at}: {x.dtype}" for at, x in leaves if not any(jnp.issubdtype(x.dtype, kind) for kind in numeric)]
-    if foreign:
-        raise TypeError(
-            f"devices cannot hold these leaves of the batch: {'; '.join(foreign)}. Drop or encode them in collate"
-        )
-    wrong = "; ".join(f"{at}: shape {x.shape}" for at, x in leaves if x.shape[:1] != (num_rows,))
+    leaves = named_leaves(batch)
+    refuse_not_held(leaves, keys=False)
+    shapes = {name or "the batch": np.shape(leaf) for name, leaf in leaves.items()}
+    wrong = "; ".join(f"{name}: shape {shape}" for name, shape in shapes.items() if shape[:1] != (num_rows,))
     if wrong:
         raise ValueError(f"collate was given {num_rows} samples and must return arrays with as many rows, not {wrong}")
 
@@ -165,7 +164,7 @@ class Columns:
     """
 
     def __init__(self, arrays: Mapping[str, Any]):
-        self.arrays: PyTree = jax.tree.map(np.asarray, dict(arrays), is_leaf=lambda x: not isinstance(x, Mapping))
+        self.arrays: PyTree = jax.tree.map(_host, dict(arrays), is_leaf=lambda x: not isinstance(x, Mapping))
         shapes = {name: array.shape for name, array in named_leaves(self.arrays).items()}
         lengths = {shape[:1] for shape in shapes.values()}
         if len(lengths) != 1 or () in lengths:

@@ -251,9 +251,8 @@ class BatchLayout:
 
 def _without_values(batch: PyTree) -> str:
     shapes = [name or "batch" for name, leaf in named_leaves(batch).items() if isinstance(leaf, jax.ShapeDtypeStruct)]
-    more = f" and {len(shapes) - _SHOWN} more" * (len(shapes) > _SHOWN)
     return (
-        f"these leaves of the batch are shapes without values (jax.ShapeDtypeStruct): {', '.join(shapes[:_SHOWN])}{more}. "
+        f"these leaves of the batch are shapes without values (jax.ShapeDtypeStruct): {_some(shapes)}. "
         "Steps, evaluations and calls compute with arrays; trainer.trace(batch) and ax.explain(trainer, batch) take shapes"
     )
 
@@ -268,38 +267,25 @@ def _moved(sharding: NamedSharding, order: RankOrder | None) -> Callable[[jax.Ar
 # --------------------------------------------------------------------------------------------------
 
 
-_SHOWN = 5
-
-
 def check_batch(layout: BatchLayout, batch: PyTree, microbatches: int = 1) -> None:
     """Refuse a batch whose leaves do not split evenly into shards and microbatches.
 
     Raises:
-      TypeError: naming every leaf that is not made of numbers, or has masked values; for a loader in the place of a batch, or
-        arrays that JAX traces.
+      TypeError: as `refuse_not_held`; for a loader in the place of a batch, or arrays that JAX traces.
       ValueError: naming leaves that differ in their rows, or do not divide, the rule and the nearest sizes that do; or that the
         batch has no rows, no leaf with a batch dim, or none with positions where an axis splits these.
     """
     degree, parts = layout.row_degree, layout.row_degree * microbatches
     leaves = _leaves(batch)
-    if texts := {name or "batch": kind for name, leaf in leaves.items() if (kind := _not_numeric(leaf))}:
-        some = dict(list(texts.items())[:_SHOWN])
-        more = f" and {len(texts) - _SHOWN} more" * (len(texts) > _SHOWN)
-        raise TypeError(f"the batch's leaves must be arrays of numbers, but some are not: {some}{more}; take them out")
+    refuse_not_held(leaves)
     split = {name: np.shape(leaf) for name, leaf in leaves.items() if np.ndim(leaf)}
     if not split:
-        names = [name or "batch" for name in leaves]
-        more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
         raise ValueError(
-            f"the batch has no array with a batch dim to split over {degree} shards: its leaves are {names[:_SHOWN]}{more}. "
-            "Make arrays of numbers in lists, np.asarray(rows); a dataset of Hugging Face does .with_format('numpy')"
+            f"the batch has no array with a batch dim to split over {degree} shards: its leaves are "
+            f"{_some([repr(name or 'batch') for name in leaves]) or 'none'}. Make arrays of numbers in lists, "
+            "np.asarray(rows); a dataset of Hugging Face does .with_format('numpy')"
         )
     named = lambda names: "\n".join(f"  {name or 'batch'}: shape {split[name]}" for name in names)
-    if masked := [name for name in split if np.ma.is_masked(leaves[name])]:
-        raise TypeError(
-            f"these leaves of the batch have masked values, and arrays of JAX have no masks:\n{named(masked)}\ngive "
-            "leaf.filled(value), and np.ma.getmaskarray(leaf) as a leaf of its own for the loss to leave them out"
-        )
     size, *others = {shape[0] for shape in split.values()}
     if others:
         raise ValueError(
@@ -464,7 +450,46 @@ def _nearest(layout: BatchLayout, length: int, axes: Iterable[str]) -> str:
     return f"{below} or {above} do" if below else f"{above} do"
 
 
-def _not_numeric(leaf: Any) -> str | None:
-    """The kind of a leaf that no device can hold; None for numbers."""
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-    return str(dtype) if isinstance(dtype, np.dtype) and dtype.kind in "OSUMm" else None
+def refuse_not_held(leaves: Mapping[str, Any], *, keys: bool = True) -> None:
+    """Refuse leaves of a batch that arrays of JAX cannot hold.
+
+    Args:
+      leaves: by path.
+      keys: whether typed keys of JAX are taken.
+
+    Raises:
+      TypeError: naming every leaf that is not made of numbers, has masked values, or whole numbers of 64 bits that are others
+        in 32.
+    """
+    if wrong := [f"  {name or 'batch'}: {why}" for name, leaf in leaves.items() if (why := _not_held(leaf, keys))]:
+        raise TypeError(
+            "arrays of JAX cannot hold these leaves of the batch, take out or encode what is no number:\n"
+            + _some(wrong, "\n")
+        )
+
+
+def _some(names: list[str], between: str = ", ") -> str:
+    more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+    return between.join(names[:_SHOWN]) + more
+
+
+def _not_held(leaf: Any, keys: bool) -> str | None:
+    """Why arrays of JAX cannot hold a leaf, and what to give; None where they can."""
+    if np.ma.is_masked(leaf):
+        return "masked values; give leaf.filled(value), and np.ma.getmaskarray(leaf) as a leaf for the loss to leave them out"
+    values = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    if not isinstance(dtype := values.dtype, np.dtype):
+        return None if keys else "a key of JAX; give a whole number, of which the loss makes it, jax.random.key(number)"
+    if dtype.hasobject:
+        return f"objects ({type(next(iter(values.flat), None)).__name__}); a class that is a tree is made known to JAX first"
+    if not any(jax.numpy.issubdtype(dtype, kind) for kind in (np.number, np.bool_)) or dtype.char in "gG":
+        return str(dtype)
+    held = jax.dtypes.canonicalize_dtype(dtype)
+    if held != dtype and held.kind in "iu" and isinstance(values, np.ndarray | np.generic) and values.size:
+        least, most, limits = values.min(), values.max(), np.iinfo(held)
+        if least < limits.min or limits.max < most:
+            return (
+                f"{dtype} from {least} to {most}, which are other numbers in {held}; number them anew (np.unique(leaf, "
+                "return_inverse=True)), or call jax.config.update('jax_enable_x64', True) first"
+            )
+    return None
