@@ -320,6 +320,27 @@ class Frame:
         return self.columns
 
 
+class Table(Frame):
+    """What is asked of a DataFrame of Polars, and of a table of Arrow."""
+
+    iloc = property()
+    schema = None
+
+
+class Series(list):
+    """What is asked of a Series of pandas, whose labels are in another order than its places."""
+
+    iloc = index = None
+
+    def __getitem__(self, label):
+        return super().__getitem__(7 - label)
+
+
+class Split(list):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
 def grains(make):
     return lambda: make(pytest.importorskip("grain").MapDataset.range(16))
 
@@ -335,6 +356,15 @@ def grains(make):
         ),
         (lambda: Numbers, TypeError, r"Numbers is a class: give an object of it, Numbers\(\.\.\.\)"),
         (Frame, TypeError, r"a Frame is read by columns.*: give dict\(frame\), a dict of arrays"),
+        (Table, TypeError, r"a Table is read by columns.*frame\.to_dict\(\) of Polars"),
+        (lambda: Series(range(8)), TypeError, r"a Series is read by its labels.*: give series\.to_numpy\(\)"),
+        (lambda: __file__, TypeError, r"a str is no dataset: ax\.open_dataset\(path\)"),
+        (lambda: Path(__file__), TypeError, r"Path is no dataset: ax\.open_dataset\(path\)"),
+        (
+            lambda: {"train": Split(range(8)), "test": Split(range(8))},
+            TypeError,
+            r"a dict holds datasets by name: give one",
+        ),
         (
             lambda: (np.ones((8, 3)), np.arange(8)),
             TypeError,

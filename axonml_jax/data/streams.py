@@ -4,6 +4,7 @@ import copy
 import functools
 import multiprocessing
 import operator
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -366,13 +367,21 @@ def _nearly_a_dataset(given: Any) -> str:
     """What to give in the place of something that has the methods of a dataset, and is none; empty for all else."""
     if isinstance(given, type) and hasattr(given, "__len__") and hasattr(given, "__getitem__"):
         return f"{given.__name__} is a class: give an object of it, {given.__name__}(...)"
-    if hasattr(given, "iloc") and hasattr(given, "columns"):
+    kind = type(given).__name__
+    if hasattr(given, "columns") and (hasattr(given, "iloc") or hasattr(given, "schema")):
         return (
-            f"a {type(given).__name__} is read by columns, and a dataset by samples: give dict(frame), a dict of arrays"
+            f"a {kind} is read by columns, and a dataset by samples: give dict(frame), a dict of arrays, of pandas; "
+            "frame.to_dict() of Polars; else {name: frame[name] for name in its names}"
         )
+    if hasattr(given, "iloc") and hasattr(given, "index"):
+        return f"a {kind} is read by its labels, and a dataset by places: give series.to_numpy()"
+    if isinstance(given, str | os.PathLike):
+        return f"a {kind} is no dataset: ax.open_dataset(path) reads files of text, JSON lines and Parquet"
+    if isinstance(given, Mapping) and any(hasattr(each, "__getitems__") for each in given.values()):
+        return f"a {kind} holds datasets by name: give one of them, or ax.mix(sources, weights)"
     if hasattr(given, "collate_fn") and hasattr(given, "dataset"):
         return (
-            f"a {type(given).__name__} gives batches, and a dataset gives samples: give its dataset, loader.dataset; or leave "
+            f"a {kind} gives batches, and a dataset gives samples: give its dataset, loader.dataset; or leave "
             "create_dataloader out, and train on what the loader gives"
         )
     if isinstance(given, tuple) and len(given) > 1 and all(getattr(each, "shape", ()) for each in given):

@@ -481,7 +481,7 @@ def _not_held(leaf: Any, keys: bool) -> str | None:
     if not isinstance(dtype := values.dtype, np.dtype):
         return None if keys else "a key of JAX; give a whole number, of which the loss makes it, jax.random.key(number)"
     if dtype.hasobject:
-        return f"objects ({type(next(iter(values.flat), None)).__name__}); a class that is a tree is made known to JAX first"
+        return f"objects ({type(next(iter(values.flat), None)).__name__}); see jax.tree_util.register_dataclass for your own"
     if not any(jax.numpy.issubdtype(dtype, kind) for kind in (np.number, np.bool_)) or dtype.char in "gG":
         return str(dtype)
     held = jax.dtypes.canonicalize_dtype(dtype)
