@@ -44,8 +44,8 @@ def drawn(feeds, state, batches):
     samples, after = [], starts
     for index in range(batches):
         found = [feed.batch(start, index, None, None) for feed, start in zip(feeds, starts, strict=True)]
-        samples += [sample for batch, _ in found for sample in batch]
-        after = [position for _, position in found]
+        samples += [sample for batch, *_ in found for sample in batch]
+        after = [position for _, position, _ in found]
     states = {json.dumps(asdict(position)) for position in after}
     assert len(states) == 1
     return samples, states.pop()

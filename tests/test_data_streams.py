@@ -168,6 +168,23 @@ def test_an_epoch_is_told():
     assert ids(loader_of(Epochs(4), num_epochs=3)) == [[0, 1, 2, 3], [100, 101, 102, 103], [200, 201, 202, 203]]
 
 
+def test_processes_that_read_other_samples_are_told_at_the_first_batch(monkeypatch, caplog):
+    said = []
+    compared = lambda words, devices, what: said.append(words["samples"]) if what == "samples" else []
+    monkeypatch.setattr("axonml_jax.data.loader.unlike", compared)
+    rows = [{"id": np.arange(3) + i, "name": str(i), "not": object()} for i in range(16)]
+    parts = lambda part: lambda: iter(rows[part])
+    for part in (slice(None), slice(None), slice(0, None, 2), slice(None, None, -1)):
+        loader = loader_of(parts(part), collate=lambda samples: np.stack([sample["id"] for sample in samples]))
+        for _ in range(2):  # a process may look at a batch again, alone
+            next(iter(loader))
+    assert len(said) == 4 and said[0] == said[1] and len(set(said)) == 3
+    assert not caplog.records
+    monkeypatch.setattr("axonml_jax.data.loader.unlike", lambda *said: [] if said[2] != "samples" else ["other"])
+    list(loader_of(lambda: iter(range(8))))
+    assert [record.message.partition(" from")[0] for record in caplog.records] == ["the processes read other samples"]
+
+
 def test_a_generator_that_is_asked_for_again_is_refused():
     loader = loader_of(i for i in range(8))
     assert ids(loader) == EXPECTED

@@ -79,8 +79,11 @@ class Feed(Protocol):
         """The position at the beginning of an epoch."""
         ...
 
-    def batch(self, start: Any, index: int, num_epochs: int | None, worker: int | None) -> tuple[Any, Any]:
-        """The batch `index` after a position, and the position after it; (None, None) after the last epoch."""
+    def batch(self, start: Any, index: int, num_epochs: int | None, worker: int | None) -> tuple[Any, Any, int | None]:
+        """The batch `index` after a position, the position after it (None, and no batch, after the last epoch), and a checksum.
+
+        It is that of all samples, which every process has read, of the first batch of an iterable source; else None.
+        """
         ...
 
     def identity(self) -> dict[str, int | bool | str]:
@@ -98,7 +101,7 @@ class Feed(Protocol):
 
 @dataclass(frozen=True)
 class FromStart:
-    """The batch so many after a position, with the position after it.
+    """The batch so many after a position, with what else `Feed.batch` says of it.
 
     Attributes:
       feed: makes it.
@@ -112,15 +115,15 @@ class FromStart:
     num_epochs: int | None
     num_workers: int
 
-    def __call__(self, index: int) -> tuple[Any, Any]:
+    def __call__(self, index: int) -> tuple[Any, Any, int | None]:
         """This process's rows of it."""
         in_worker = self.num_workers and multiprocessing.parent_process() is not None
         worker = int(index) % self.num_workers if in_worker else None
         return self.feed.batch(self.start, int(index), self.num_epochs, worker)
 
 
-def host_batches(made: FromStart, prefetch: int) -> Generator[tuple[Any, Any]]:
-    """Batches of this process's rows, each with the position after it, in order; closing it stops the workers.
+def host_batches(made: FromStart, prefetch: int) -> Generator[tuple[Any, Any, int | None]]:
+    """Batches of this process's rows, each with what else `Feed.batch` says, in order; closing it stops the workers.
 
     Raises:
       LoadingError: for a sample that cannot be read, or a worker that ends before its time, whatever its status.
@@ -134,7 +137,7 @@ def host_batches(made: FromStart, prefetch: int) -> Generator[tuple[Any, Any]]:
     return drawn
 
 
-def _drawn(made: FromStart, prefetch: int) -> Generator[tuple[Any, Any]]:
+def _drawn(made: FromStart, prefetch: int) -> Generator[tuple[Any, Any, int | None]]:
     import grain  # half a second that `import axonml_jax` should not cost
 
     batches = grain.MapDataset.range(ENDLESS).map(made)
@@ -160,7 +163,7 @@ def _drawn(made: FromStart, prefetch: int) -> Generator[tuple[Any, Any]]:
         iterator.close()
 
 
-def _next(iterator: Iterator[tuple[Any, Any]]) -> tuple[Any, Any]:
+def _next(iterator: Iterator[tuple[Any, Any, int | None]]) -> tuple[Any, Any, int | None]:
     """The next batch, where a worker that has gone is named in one line."""
     try:
         return next(iterator)
@@ -372,9 +375,9 @@ class DataLoader:
         self._prefetch = prefetch
         self._position = feed.first()
         self._walker: object = None  # whose batch moved the position
-        self._compared = False
+        self._compared = self._asks = False
         # Where the walk ends after the last load, and which it was.
-        self._loaded: tuple[int | None, object] = None, object()
+        self._loaded: tuple[int | None, object] = (None, object())
 
     def __len__(self) -> int:
         """Batches per epoch.
@@ -417,7 +420,17 @@ class DataLoader:
                 f"the processes do not load rows of the same batches: {'; '.join(found)}. Give create_dataloader the same "
                 "data and arguments in every process, and load_state_dict the same position: each loads its own rows by itself"
             )
-        self._compared = True
+        self._compared = self._asks = True
+
+    def _compare_samples(self, seen: int | None) -> None:
+        """Warn of processes that read other samples of an iterable source; at the first batch after `_compare`."""
+        asks, self._asks = self._asks and seen is not None, False
+        if asks and unlike({"samples": str(seen)}, self.sharding.device_set, "samples"):
+            logger.warning(
+                "the processes read other samples from their sources than each other. Each walks all of a source and keeps its "
+                "own rows: give every process the whole, in one order. Parts of its own (split_dataset_by_node, shard, a node "
+                "splitter) and orders without a common seed lose samples; values drawn anew for each sample may differ"
+            )
 
     def _end(self) -> int | None:
         """The epoch before which the walk from the position ends."""
@@ -430,6 +443,7 @@ class DataLoader:
         with closing(host_batches(made, self._prefetch)) as host:
             while True:
                 while len(ahead) <= self._prefetch and (found := next(host, None)) is not None:
+                    self._compare_samples(found[2])
                     ahead.append((place_rows(found[0], self.sharding, size, rows), found[1]))
                 if not ahead:
                     break

@@ -448,10 +448,10 @@ class Fetch:
         """The position at the beginning of an epoch."""
         return Position(epoch)
 
-    def batch(self, start: Position, index: int, num_epochs: int | None, worker: int | None) -> tuple[Any, Any]:
-        """The batch `index` after a position, and the position after it; (None, None) after the last epoch."""
+    def batch(self, start: Position, index: int, num_epochs: int | None, worker: int | None) -> tuple[Any, Any, None]:
+        """The batch `index` after a position, and the position after it; None of both after the last epoch."""
         if num_epochs is not None and index >= self.batching.until(start, num_epochs):
-            return None, None
+            return None, None, None
         indices = self.indices(position := self.batching.advance(start, index))
         many = getattr(self.dataset, "__getitems__", None)
         if many is not None:
@@ -462,7 +462,7 @@ class Fetch:
             with named(lambda: f"sample {indices[len(samples)]} of epoch {position.epoch}", worker):
                 for i in indices:
                     samples.append(self.dataset[i])
-        return collated(self.collate, samples), self.batching.advance(start, index + 1)
+        return collated(self.collate, samples), self.batching.advance(start, index + 1), None
 
     def indices(self, position: Position) -> list[int]:
         """Of this process's rows of the batch at a position."""

@@ -576,16 +576,7 @@ def _naming(file: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (
-        ValueError,
-        KeyError,
-        IndexError,
-        NotImplementedError,
-        TypeError,
-        OverflowError,
-        MemoryError,
-        OSError,
-    ) as error:
+    except (ValueError, LookupError, NotImplementedError, TypeError, OverflowError, MemoryError, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         said = str(error)[:1000] or type(error).__name__

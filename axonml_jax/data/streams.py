@@ -5,6 +5,7 @@ import functools
 import multiprocessing
 import operator
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ from fractions import Fraction
 from itertools import accumulate, count, islice, pairwise
 from typing import Any
 
+import jax
 import numpy as np
 
+from axonml_jax.base import host_arrays
 from axonml_jax.data.sampler import Columns, LoadingError, MapDataset, collated, epoch_order, named, seed_offenders
 
 # --------------------------------------------------------------------------------------------------
@@ -467,17 +470,18 @@ class StreamFeed:
 
     def batch(
         self, start: StreamPosition, index: int, num_epochs: int | None, worker: int | None
-    ) -> tuple[Any, StreamPosition | None]:
-        """The batch `index` after a position, and the position after it; (None, None) after the last epoch."""
+    ) -> tuple[Any, StreamPosition | None, int | None]:
+        """The batch `index` after a position, the position after it (None after the last epoch), and the first's checksum."""
         if self._walking is None or self._walking[0] is not start or self._walking[1] > index:
             self._walking = (start, 0, self._batches(start, num_epochs, worker))
         _, at, batches = self._walking
         found = next(islice(batches, index - at, None), None)
         self._walking = None if found is None else (start, index + 1, batches)
         if found is None:
-            return None, None
+            return None, None, None
         samples, position = found
-        return collated(self.collate, [samples[row] for row in self.rows]), position()
+        seen = None if index else _checksum(samples)
+        return collated(self.collate, [samples[row] for row in self.rows]), position(), seen
 
     def identity(self) -> dict[str, int | bool | str]:
         """What gives a position its meaning."""
@@ -541,6 +545,15 @@ class StreamFeed:
             )
         self._opened = True
         return StreamWalk(self.stream, epoch, place)
+
+
+def _checksum(samples: Sequence) -> int:
+    """The CRC-32 of samples, as far as they are arrays and text: the same wherever these are."""
+    found = 0
+    with suppress(Exception):  # what another framework cannot give NumPy
+        for leaf in map(np.asarray, jax.tree.leaves(host_arrays(samples))):
+            found = found if leaf.dtype.hasobject else zlib.crc32(leaf.tobytes(), found)
+    return found
 
 
 def refuse_once_in_workers(stream: Stream, num_workers: int) -> None:
