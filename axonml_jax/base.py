@@ -88,6 +88,57 @@ def _on_host(x: Any) -> Any:
         raise  # a sparse tensor, one of another device: what its own framework says
 
 
+def refuse_not_held(leaves: dict[str, Any], *, keys: bool = True) -> None:
+    """Refuse leaves of a batch that arrays of JAX cannot hold.
+
+    Args:
+      leaves: by path.
+      keys: whether typed keys of JAX are taken.
+
+    Raises:
+      TypeError: naming every leaf that is not made of numbers, has masked values, or whole numbers of 64 bits that are others
+        in 32.
+    """
+    if wrong := [f"  {name or 'batch'}: {why}" for name, leaf in leaves.items() if (why := _not_held(leaf, keys))]:
+        raise TypeError(
+            "arrays of JAX cannot hold these leaves of the batch, take out or encode what is no number:\n"
+            + some_of(wrong, "\n")
+        )
+
+
+_SHOWN = 5
+
+
+def some_of(names: list[str], between: str = ", ") -> str:
+    """The first of some names, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+    return between.join(names[:_SHOWN]) + more
+
+
+def _not_held(leaf: Any, keys: bool) -> str | None:
+    """Why arrays of JAX cannot hold a leaf, and what to give; None where they can."""
+    import jax
+
+    if np.ma.is_masked(leaf):
+        return "masked values; give leaf.filled(value), and np.ma.getmaskarray(leaf) as a leaf for the loss to leave them out"
+    values = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+    if not isinstance(dtype := values.dtype, np.dtype):
+        return None if keys else "a key of JAX; give a whole number, of which the loss makes it, jax.random.key(number)"
+    if dtype.hasobject:
+        return f"objects ({type(next(iter(values.flat), None)).__name__}); see jax.tree_util.register_dataclass for your own"
+    if not any(jax.numpy.issubdtype(dtype, kind) for kind in (np.number, np.bool_)) or dtype.char in "gG":
+        return str(dtype)
+    held = jax.dtypes.canonicalize_dtype(dtype)
+    if held != dtype and held.kind in "iu" and isinstance(values, np.ndarray | np.generic) and values.size:
+        least, most, limits = values.min(), values.max(), np.iinfo(held)
+        if least < limits.min or limits.max < most:
+            return (
+                f"{dtype} from {least} to {most}, which are other numbers in {held}; number them anew (np.unique(leaf, "
+                "return_inverse=True)), or call jax.config.update('jax_enable_x64', True) first"
+            )
+    return None
+
+
 def is_one_of(given: Any, choices: Iterable[Any]) -> bool:
     """Whether a value is one of some plain ones, whatever it is: an array, compared, is neither true nor false.
 

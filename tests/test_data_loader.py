@@ -379,6 +379,16 @@ def test_every_bad_argument_is_named_at_once():
         assert named in str(caught.value)
     with pytest.raises(ValueError, match="3 samples fill no batch of 4"):
         create_dataloader(Squares(3), 4, make_mesh({"data": 2}))
+    for name, value in {
+        "num_epochs": 1.5,
+        "global_batch_size": "2",
+        "seed": None,
+        "prefetch": 2.0,
+        "num_workers": None,
+    }.items():
+        options = {"global_batch_size": 2, name: value}
+        with pytest.raises(ValueError, match=f"{name}={value!r}: must be a whole number of at least"):
+            create_dataloader(Squares(4), mesh=make_mesh({"data": 2}), **options)
     with pytest.raises(ValueError, match="global_batch_size=0"):
         create_dataloader(Squares(3), 0, make_mesh({"data": 2}))
     with pytest.raises(TypeError, match="or __iter__; int has neither"):

@@ -321,13 +321,15 @@ def create_dataloader(
     names them.
     """
     samples = as_dataset(dataset)
-    offenders = seed_offenders(seed)
     layout = BatchLayout.of(dict(mesh.shape)) if plan is None else plan.batch_layout(dict(mesh.shape))
     length = None if isinstance(samples, Stream) else len(samples)
-    offenders += _batch_offenders(global_batch_size, layout, length, drop_last)
-    limits = {"num_workers": (num_workers, 0), "prefetch": (prefetch, 0), "num_epochs": (num_epochs, 1)}
-    limits |= {"shuffle_window": (shuffle_window, 1)}
-    offenders += [f"{k}={v}: must be at least {low}" for k, (v, low) in limits.items() if v is not None and v < low]
+    limits = {"num_workers": (num_workers, 0), "prefetch": (prefetch, 0), "shuffle_window": (shuffle_window, 1)}
+    limits |= {"num_epochs": (1 if num_epochs is None else num_epochs, 1), "global_batch_size": (global_batch_size, 1)}
+    wrong = {k: low for k, (v, low) in limits.items() if not (isinstance(v, int | np.integer) and v >= low)}
+    offenders = [f"{k}={limits[k][0]!r}: must be a whole number of at least {low}" for k, low in wrong.items()]
+    offenders += seed_offenders(seed)
+    if "global_batch_size" not in wrong:
+        offenders += _batch_offenders(global_batch_size, layout, length, drop_last)
     sharding = NamedSharding(mesh, PartitionSpec(layout.rows or None))
     rows = [] if offenders else local_rows(sharding, global_batch_size)
     if not offenders and not len(rows):
@@ -488,8 +490,6 @@ class DataLoader:
 
 def _batch_offenders(size: int, layout: BatchLayout, num_samples: int | None, drop_last: bool) -> list[str]:
     degrees, product = {axis: dict(layout.degrees)[axis] for axis in layout.rows}, layout.row_degree
-    if size < 1:
-        return [f"global_batch_size={size}: must be at least 1"]
     offenders = []
     if size % product:
         below, named = size // product * product, ", ".join(f"{axis}={degree}" for axis, degree in degrees.items())

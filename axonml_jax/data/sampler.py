@@ -12,8 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from axonml_jax.base import PyTree, host_arrays, named_leaves, path_name
-from axonml_jax.sharding.batch import refuse_not_held
+from axonml_jax.base import PyTree, host_arrays, named_leaves, path_name, refuse_not_held
 
 # --------------------------------------------------------------------------------------------------
 # From samples to batches: stacking them on the host, and placing rows on the mesh.
@@ -260,7 +259,8 @@ def epoch_order(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> np
 
 def seed_offenders(seed: int) -> list[str]:
     """What is wrong with a seed, for the caller's error message."""
-    return [] if 0 <= seed < 2**64 else [f"seed={seed}: must be at least 0 and below 2**64"]
+    legal = isinstance(seed, int | np.integer) and 0 <= seed < 2**64
+    return [] if legal else [f"seed={seed!r}: must be a whole number of at least 0 and below 2**64"]
 
 
 # --------------------------------------------------------------------------------------------------

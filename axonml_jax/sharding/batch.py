@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from axonml_jax.base import PyTree, named_leaves, path_name
+from axonml_jax.base import PyTree, named_leaves, path_name, refuse_not_held, some_of
 from axonml_jax.compat.order import is_traced_around
 from axonml_jax.mesh.axes import batch_axes
 from axonml_jax.sharding.layout import InRankOrder, Order, RankOrder, order_parts
@@ -23,8 +23,6 @@ from axonml_jax.sharding.layout import InRankOrder, Order, RankOrder, order_part
 
 PositionDim = Callable[[str, tuple[int, ...]], int | None]
 """`dim(path, shape)`: the dim of a batch leaf that holds its positions; None: it has none."""
-
-_SHOWN = 5
 
 
 def second_dim(path: str, shape: tuple[int, ...]) -> int | None:
@@ -252,7 +250,7 @@ class BatchLayout:
 def _without_values(batch: PyTree) -> str:
     shapes = [name or "batch" for name, leaf in named_leaves(batch).items() if isinstance(leaf, jax.ShapeDtypeStruct)]
     return (
-        f"these leaves of the batch are shapes without values (jax.ShapeDtypeStruct): {_some(shapes)}. "
+        f"these leaves of the batch are shapes without values (jax.ShapeDtypeStruct): {some_of(shapes)}. "
         "Steps, evaluations and calls compute with arrays; trainer.trace(batch) and ax.explain(trainer, batch) take shapes"
     )
 
@@ -282,7 +280,7 @@ def check_batch(layout: BatchLayout, batch: PyTree, microbatches: int = 1) -> No
     if not split:
         raise ValueError(
             f"the batch has no array with a batch dim to split over {degree} shards: its leaves are "
-            f"{_some([repr(name or 'batch') for name in leaves]) or 'none'}. Make arrays of numbers in lists, "
+            f"{some_of([repr(name or 'batch') for name in leaves]) or 'none'}. Make arrays of numbers in lists, "
             "np.asarray(rows); a dataset of Hugging Face does .with_format('numpy')"
         )
     named = lambda names: "\n".join(f"  {name or 'batch'}: shape {split[name]}" for name in names)
@@ -448,48 +446,3 @@ def _nearest(layout: BatchLayout, length: int, axes: Iterable[str]) -> str:
     parts = layout.parts(axes)
     below, above = length // parts * parts, (length // parts + 1) * parts
     return f"{below} or {above} do" if below else f"{above} do"
-
-
-def refuse_not_held(leaves: Mapping[str, Any], *, keys: bool = True) -> None:
-    """Refuse leaves of a batch that arrays of JAX cannot hold.
-
-    Args:
-      leaves: by path.
-      keys: whether typed keys of JAX are taken.
-
-    Raises:
-      TypeError: naming every leaf that is not made of numbers, has masked values, or whole numbers of 64 bits that are others
-        in 32.
-    """
-    if wrong := [f"  {name or 'batch'}: {why}" for name, leaf in leaves.items() if (why := _not_held(leaf, keys))]:
-        raise TypeError(
-            "arrays of JAX cannot hold these leaves of the batch, take out or encode what is no number:\n"
-            + _some(wrong, "\n")
-        )
-
-
-def _some(names: list[str], between: str = ", ") -> str:
-    more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
-    return between.join(names[:_SHOWN]) + more
-
-
-def _not_held(leaf: Any, keys: bool) -> str | None:
-    """Why arrays of JAX cannot hold a leaf, and what to give; None where they can."""
-    if np.ma.is_masked(leaf):
-        return "masked values; give leaf.filled(value), and np.ma.getmaskarray(leaf) as a leaf for the loss to leave them out"
-    values = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-    if not isinstance(dtype := values.dtype, np.dtype):
-        return None if keys else "a key of JAX; give a whole number, of which the loss makes it, jax.random.key(number)"
-    if dtype.hasobject:
-        return f"objects ({type(next(iter(values.flat), None)).__name__}); see jax.tree_util.register_dataclass for your own"
-    if not any(jax.numpy.issubdtype(dtype, kind) for kind in (np.number, np.bool_)) or dtype.char in "gG":
-        return str(dtype)
-    held = jax.dtypes.canonicalize_dtype(dtype)
-    if held != dtype and held.kind in "iu" and isinstance(values, np.ndarray | np.generic) and values.size:
-        least, most, limits = values.min(), values.max(), np.iinfo(held)
-        if least < limits.min or limits.max < most:
-            return (
-                f"{dtype} from {least} to {most}, which are other numbers in {held}; number them anew (np.unique(leaf, "
-                "return_inverse=True)), or call jax.config.update('jax_enable_x64', True) first"
-            )
-    return None
