@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _lossy(stream: Any, asks: bool) -> Any:
     """A standard stream as `Lossy` writes it, where nobody has put another in its place."""
-    if not stream or stream not in (sys.__stdout__, sys.__stderr__):
+    if stream is None or not any(stream is own for own in (sys.__stdout__, sys.__stderr__)):
         return stream
     raw: Any = Lossy(stream.fileno(), "w", closefd=False)
     raw.asks = asks

@@ -239,8 +239,8 @@ def test_no_file_is_named_after_nothing():
 
 CEILINGS = {
     "files with more than five lines of code": 191,
-    "lines of code": 56_450,
-    "arrows between files": 1_325,
+    "lines of code": 56_550,
+    "arrows between files": 1_326,
     "methods of the widest class": 29,
     "modules that `ax.DDP` imports": 46,
     "calls of trainer(), DDP": 1_258,
