@@ -70,6 +70,7 @@ def _lossy(stream: Any, asks: bool) -> Any:
     """A standard stream as `Lossy` writes it, where nobody has put another in its place."""
     if stream is None or not any(stream is own for own in (sys.__stdout__, sys.__stderr__)):
         return stream
+    stream.flush()
     raw: Any = Lossy(stream.fileno(), "w", closefd=False)
     raw.asks = asks
     buffer = raw if stream.write_through else io.BufferedWriter(raw)  # as `python -u` has it

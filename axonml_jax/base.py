@@ -284,10 +284,10 @@ class Lossy(io.FileIO):
     """Output that nothing depends on: what a full or failing disk does not take is lost, is said once, and ends nothing.
 
     Attributes:
-      asks: where the reader has gone, ask this process to end by SIGTERM, once, in the place of an error.
+      asks: where the reader has gone, ask this process to end by SIGTERM, once and where it listens, in the place of an error.
     """
 
-    asks = told = False
+    asks = told = _asked = False
 
     def write(self, data: Any, /) -> int | None:
         """Write what goes; all of it counts as written."""
@@ -303,7 +303,8 @@ class Lossy(io.FileIO):
                     os.write(
                         2, f"axonml-jax: {what} takes no more ({error.strerror}): it loses lines from here\n".encode()
                     )
-                if gone:
+                if gone and not Lossy._asked and callable(signal.getsignal(signal.SIGTERM)):
+                    Lossy._asked = True
                     os.kill(os.getpid(), signal.SIGTERM)
             return len(data)
 
@@ -722,9 +723,12 @@ def is_choice(kind: type[enum.Enum], given: Any) -> bool:
     return True
 
 
-def no_attribute(of: object, name: str, instead: str) -> AttributeError:
-    """The error for an attribute that is not there, with what there is in its place."""
-    said = f": {instead}" if instead and not name.startswith("_") else ""
+def no_attribute(of: object, name: str, *hints: str) -> AttributeError:
+    """The error for an attribute that is not there, with what there is in its place; of a property what is raised in it."""
+    if hasattr(type(of), name):
+        object.__getattribute__(of, name)
+    said = "; ".join([*([METHODS[name]] if name in METHODS else []), *hints])
+    said = f": {said}" if said and not name.startswith("_") else ""
     return AttributeError(f"{type(of).__name__!r} object has no attribute {name!r}{said}", name=name, obj=of)
 
 

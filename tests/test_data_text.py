@@ -111,7 +111,12 @@ def test_records_beside_text_that_are_left_out_are_named(folder, caplog):
     """A README beside a table was what a run trained on, without a word of the table."""
     (folder / "rows.csv").write_text("a,b\n1,2\n")
     load_text(folder)
-    assert "rows.csv: records rather than text" in caplog.text
+    assert "1 of records (.json, .csv, .tsv), such as rows.csv" in caplog.text
+    (folder / "gone.txt").symlink_to("nowhere")
+    caplog.clear()
+    load_text(folder)
+    assert "gone.txt: a dangling link" in caplog.text
+    (folder / "gone.txt").unlink()
     caplog.clear()
     load_text(folder, suffixes=(".txt",))
     assert not caplog.messages

@@ -218,6 +218,10 @@ def test_arrays_among_the_metrics_are_whole_in_an_evaluation_and_those_with_rows
             trainer.validate(batches)
     table = lambda model, batch: (losses(model, batch).mean(), {"table": losses(model, batch).mean() * np.eye(8)})
     trainer = case("ddp, accumulated", "nnx").trainer(optax.sgd(0.1), table)
+    pairs = lambda model, batch: (losses(model, batch).reshape(4, 2, -1).mean(), {"eight": jnp.ones(8)})
+    assert ax.DDP(Deep(), mesh_of({"data": 4})).trainer(optax.sgd(0.1), pairs).validate([batch_of(8)] * 2)[
+        "eight"
+    ].shape == (8,)
     wanted = losses(Deep(), batch_of(8)).mean() * np.eye(8)
     np.testing.assert_allclose(trainer.validate([batch_of(8)] * 2)["table"], wanted, rtol=1e-12)
 

@@ -154,8 +154,11 @@ def test_only_causes_that_may_pass_do_and_each_is_said_once(tmp_path, caplog):
     assert cause_of(quota) == errno.EDQUOT
     with pytest.raises(ValueError, match="max_failures=0 must be at least 1"):
         Failures(tmp_path, list, 0)
-    with pytest.raises(OSError, match=r"No space left on device\nthere is no good .* bytes are free .*: delete"):
+    with pytest.raises(
+        OSError, match=r"No space left on device\nthere is no good .* bytes are free .*: delete"
+    ) as caught:
         Failures(tmp_path, list, 1).take(full_, tell=True)
+    assert caught.value.errno == errno.ENOSPC
     some = Failures(tmp_path, list, 5)
     with pytest.raises(PermissionError):
         some.take(denied, tell=True)

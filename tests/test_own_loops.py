@@ -269,6 +269,12 @@ def test_attributes_that_others_have_are_answered_with_ours():
         with pytest.raises(AttributeError, match=said):
             getattr(of, name)
     assert not [name for name in METHODS if hasattr(trainer, name)]  # a row that nobody reads
+
+    class Own(type(trainer)):
+        speed = property(lambda self: self.state.no_such_thing)
+
+    with pytest.raises(AttributeError, match="'TrainState' object has no attribute 'no_such_thing'"):
+        _ = Own(model, optax.sgd(0.1), lambda model, batch: model(batch).mean()).speed
     assert not hasattr(trainer, "__array__") and copy.copy(trainer).model is model
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import tempfile
+import traceback
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -953,10 +954,17 @@ def _of_words(sharding: Any) -> Any:
     return NamedSharding(sharding.mesh, sharding.spec) if isinstance(sharding, NamedSharding) else sharding
 
 
+_ORBAX = f"{os.sep}orbax{os.sep}checkpoint{os.sep}"
+
+
 def _without_chatter(record: logging.LogRecord) -> bool:
-    # Its tracebacks too: what is wrong with a save is raised, and Orbax logs it once more for each array, after that.
-    foreign = "orbax" not in record.pathname + record.getMessage()
-    return foreign or (record.levelno > logging.WARNING and not record.exc_info)
+    # What is wrong with a save is raised, and Orbax logs it once more for each array: without the traceback then.
+    raised = record.exc_info[2] if record.exc_info and record.name == "asyncio" else None
+    files = [record.pathname, *(frame.f_code.co_filename for frame, _ in traceback.walk_tb(raised))]
+    if not any(_ORBAX in file for file in files):
+        return True
+    record.exc_info = record.exc_text = None
+    return record.levelno > logging.WARNING
 
 
 # --------------------------------------------------------------------------------------------------

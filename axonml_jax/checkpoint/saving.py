@@ -127,7 +127,9 @@ class Failures:
         if self.in_a_row >= self._most:
             self._last = None
             said = f"{self.in_a_row} saves in a row failed, the last: " * (self._most > 1)
-            raise OSError(f"{said}{error}\n{self._state(cause)}") from error
+            last = OSError(f"{said}{error}\n{self._state(cause)}")
+            last.errno = getattr(error, "errno", None)
+            raise last from error
         self._last = error
         if tell and cause not in self._said:
             logger.warning(

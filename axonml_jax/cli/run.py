@@ -189,11 +189,14 @@ def fit(
             yield Record(step, metrics)
         elif first:
             jax.block_until_ready(measured)
+        done = time.perf_counter()
         with doing("saving"):
             if after is not None and after(step, metrics):
                 return
-        if metrics or first:  # neither compiling counts in a speed, nor what was done since the record
-            before, clock = step, time.perf_counter()
+        # Neither compiling counts in a speed, nor a validation, nor what is done after a step.
+        before, clock = (
+            (step, time.perf_counter()) if metrics or first else (before, clock + time.perf_counter() - done)
+        )
 
 
 # --------------------------------------------------------------------------------------------------

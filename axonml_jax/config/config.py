@@ -12,7 +12,7 @@ import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from itertools import pairwise
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
@@ -158,7 +158,7 @@ def shipped_config(name: str) -> Path | None:
 
 
 def _as_shipped(name: str) -> str:
-    return name.removeprefix("configs/").removesuffix(".yaml")
+    return PurePosixPath(name).as_posix().removeprefix("configs/").removesuffix(".yaml")
 
 
 def not_a_file(path: Path) -> str | None:

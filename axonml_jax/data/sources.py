@@ -68,6 +68,7 @@ class Folder:
     ):
         self.root, self.passed_over, self._text = root, {}, text
         self.files: list[Path] = []
+        self._records: list[str] = []
         if root.is_dir():
             self._walk(tuple(suffixes), skipped, without)
         else:
@@ -85,10 +86,12 @@ class Folder:
 
     def words(self) -> str:
         """What was passed over, as far as the folder was read; empty when nothing was."""
-        if not self.passed_over:
+        if not (self.passed_over or self._records):
             return ""
         lines = [f"  {path}: {reason}" for path, reason in sorted(self.passed_over.items())]
         more = [f"  and {len(lines) - _SHOWN} more"] * (len(lines) > _SHOWN)
+        if self._records:
+            more.append(f"  {len(self._records)} of records ({', '.join(_TABLES)}), such as {min(self._records)}")
         return "\n".join(
             [f"passed over in {str(self.root)!r}, for only {self._kind} are read:", *lines[:_SHOWN], *more]
         )
@@ -121,7 +124,7 @@ class Folder:
                 elif name.endswith(tuple(suffix + more for suffix in suffixes for more in COMPRESSED)):
                     self._pass_over(Path(folder, name), "compressed: decompress it first")
                 elif suffixes == TEXT_SUFFIXES and name.endswith(_TABLES):
-                    self._pass_over(Path(folder, name), "records rather than text: format=jsonl reads JSON lines")
+                    self._records.append(Path(folder, name).relative_to(self.root).as_posix())
 
     def _add(self, file: Path) -> None:
         try:

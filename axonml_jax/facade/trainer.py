@@ -19,7 +19,6 @@ from flax import linen, nnx
 from jax.sharding import Mesh
 
 from axonml_jax.base import (
-    METHODS,
     LossFn,
     PyTree,
     folded,
@@ -389,7 +388,7 @@ class Trainer(Generic[M]):
         self.hollow = model.hollow
 
     def __getattr__(self, name: str) -> Any:
-        raise no_attribute(self, name, METHODS.get(name, ""))
+        raise no_attribute(self, name)
 
     def __repr__(self) -> str:
         accumulate, clips = self._placement.plan.accumulate, self._max_grad_norm
@@ -937,8 +936,7 @@ class ParallelModel(SavedModel):
         jax.tree_util.register_pytree_node(cls, _no_tree, _no_tree)
 
     def __getattr__(self, name: str) -> Any:
-        instead = METHODS.get(name, "the Flax module, with its parameters as they are now, is model.module")
-        raise no_attribute(self, name, instead)
+        raise no_attribute(self, name, "the Flax module, with its parameters as they are now, is model.module")
 
     @no_mesh_around()
     def __init__(

@@ -300,13 +300,14 @@ def is_shape(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def as_arrays(tree: PyTree) -> PyTree:
-    """The tree with arrays of a dtype of their own in the place of Python's numbers (`nnx.Param(1.0)`).
+def as_arrays(tree: PyTree, *, strong: bool = False) -> PyTree:
+    """The tree with arrays in the place of Python's numbers (`nnx.Param(1.0)`).
 
-    And in the place of arrays that take the dtype of what they meet (`jnp.full(4, 1.0)`): an update leaves none of these.
+    `strong`: of a dtype of their own, also in the place of arrays that take that of what they meet (`jnp.full(4, 1.0)`), as an
+    update of parameters leaves none of these.
     """
-    strong = lambda x: is_shape(x) or (is_array(x) and not getattr(x, "weak_type", False))
-    return jax.tree.map(lambda x: x if strong(x) else jnp.asarray(x, jnp.result_type(x)), tree)
+    kept = lambda x: is_shape(x) or (is_array(x) and not (strong and getattr(x, "weak_type", False)))
+    return jax.tree.map(lambda x: x if kept(x) else jnp.asarray(x, jnp.result_type(x) if strong else None), tree)
 
 
 def abstract(tree: PyTree) -> PyTree:
@@ -580,7 +581,7 @@ def linen_functional(
             f"params= of a Linen module must be what module.init returned, not a {type(variables).__name__}"
         )
     order = order_of_init(variables.get("params", variables))
-    collections = dict(as_arrays(unfreeze(unboxed(variables))))
+    collections = dict(unfreeze(unboxed(variables)))
     if OVERWRITE_WITH_GRADIENT in collections:
         raise ValueError(
             f"{type(module).__name__} has a collection {OVERWRITE_WITH_GRADIENT!r}, as Flax's fp8 layers have: what is called "
@@ -591,7 +592,7 @@ def linen_functional(
         collections = {"params": collections}
     trained, frozen = partition(collections.pop("params"), trainable)
     collections.pop("intermediates", None)
-    split = Variables(trained, frozen, collections)
+    split = Variables(as_arrays(trained, strong=True), as_arrays(frozen), as_arrays(collections))
     view = LinenFunctional(module, abstract(split))
     view.order = order
     return view, split
@@ -874,7 +875,8 @@ def nnx_functional(model: nnx.Module, trainable: Trainable = None) -> tuple["NNX
         wanted = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, _filter(trainable)))}
         select = wanted.__contains__
     trained, frozen = partition(nnx.to_pure_dict(params), select, given=trainable)
-    variables = as_arrays(Variables(trained, frozen, _without_intermediates(state)))
+    state = as_arrays(_without_intermediates(state))
+    variables = Variables(as_arrays(trained, strong=True), as_arrays(frozen), state)
     view = NNXFunctional(graphdef, nnx.to_pure_dict(streams), abstract(variables))
     view.order = definition_order(model)
     return view, variables

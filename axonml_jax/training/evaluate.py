@@ -350,18 +350,21 @@ class EvalStep:
         return self._everywhere._run(variables, batch, rows)
 
     def refuse_rows(self, variables: Variables, batch: PyTree, found: Evaluated) -> None:
-        """Refuse metrics with a number for every row, of which batches have no mean: with more rows their shape is another.
+        """Refuse metrics with a number for every row, of which there is no mean: with twice the rows they are twice as long.
 
         Raises:
           ValueError: naming them.
         """
         if not any(found.rows in np.shape(value) for value in found.values.values()):
             return
-        degree = self.placement.batch_layout.row_degree
-        step = self._everywhere if found.rows % degree else self
-        placed = step.placement.batch_layout.place(filled_up(batch, degree), self.mesh)
-        more, _ = step._compiled.trace(variables, placed).out_info
-        if grown := [name for name, value in found.values.items() if np.shape(value) != more[name].shape]:
+        step = self._everywhere if found.rows % self.placement.batch_layout.row_degree else self
+        placed = step.placement.batch_layout.place(filled_up(batch, found.rows), self.mesh)
+        try:
+            more, _ = step._compiled.trace(variables, placed).out_info
+        except Exception:  # a loss of so many rows alone: it says nothing of others
+            return
+        pairs = [(name, np.shape(value), more[name].shape) for name, value in found.values.items()]
+        if grown := [name for name, own, other in pairs if own != other and 2 * found.rows in other]:
             raise ValueError(
                 f"metrics have a number for every row, {', '.join(grown)}, and no mean over batches: what has rows is made by "
                 "trainer.predict(batches, predict_fn)"
