@@ -52,7 +52,7 @@ def test_what_the_disk_made_of_a_write_is_found_before_an_older_checkpoint_goes(
         with pytest.raises(OSError, match=r"step_00000002 failed: .*its disk gives something else back") as caught:
             manager.wait()
         assert changed[0].rpartition("step_00000002.saving/")[2] in str(caught.value)
-        assert caught.value.__cause__.errno == errno.EIO
+        assert caught.value.errno == errno.EIO
         assert names(tmp_path) == ["step_00000001"]
         assert manager.save(2, STATE)
         manager.wait()

@@ -128,7 +128,7 @@ class Failures:
             self._last = None
             said = f"{self.in_a_row} saves in a row failed, the last: " * (self._most > 1)
             last = OSError(f"{said}{error}\n{self._state(cause)}")
-            last.errno = getattr(error, "errno", None)
+            last.errno = cause
             raise last from error
         self._last = error
         if tell and cause not in self._said:
