@@ -281,7 +281,7 @@ def print0(*args: Any, **kwargs: Any) -> None:
 
 
 class Lossy(io.FileIO):
-    """Output that nothing depends on: what a full or failing disk does not take is lost, is said once, and ends nothing.
+    """Output that nothing depends on: what a full or failing disk does not take is lost, and each stream says so once.
 
     Attributes:
       asks: where the reader has gone, ask this process to end by SIGTERM, once and where it listens, in the place of an error.
@@ -299,10 +299,9 @@ class Lossy(io.FileIO):
                 raise
             if not self.told:
                 self.told, what = True, {1: "standard output", 2: "standard error"}.get(self.name, self.name)
+                told = f"axonml-jax: {what} takes no more ({error.strerror}): it loses lines from here\n"
                 with contextlib.suppress(OSError):
-                    os.write(
-                        2, f"axonml-jax: {what} takes no more ({error.strerror}): it loses lines from here\n".encode()
-                    )
+                    os.write(2, told.encode())
                 if gone and not Lossy._asked and callable(signal.getsignal(signal.SIGTERM)):
                     Lossy._asked = True
                     os.kill(os.getpid(), signal.SIGTERM)
@@ -646,10 +645,8 @@ NO_AXIS: dict[str, str] = {
 }
 """What people look for as an axis and what there is in its place."""
 
-_STEP, _PLACED = (
-    "trainer.step(batch) differentiates the loss and updates",
-    "the mesh and the plan say where arrays live",
-)
+_STEP = "trainer.step(batch) differentiates the loss and updates"
+_PLACED = "the mesh and the plan say where arrays live"
 _CAST = 'products are cast by precision="bf16" of the plan, and parameters keep their dtype'
 METHODS: dict[str, str] = {
     "apply": "call it, model(x)",

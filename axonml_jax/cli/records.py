@@ -667,9 +667,8 @@ class Wandb:
 
 def files(config: RunConfig, folder: Path | None, start: int) -> Iterator[JsonLines | Csv | Patient | TensorBoard]:
     """Those in the run's folder, from a step on; none without a folder."""
-    waits = (
-        Patient if config.checkpoint.max_failures > 1 else lambda recorder: recorder
-    )  # a run may go on after failures
+    goes_on = config.checkpoint.max_failures > 1  # a run may go on after failures
+    waits = Patient if goes_on else lambda recorder: recorder
     if folder is not None:
         yield waits(JsonLines(folder / "metrics.jsonl", start))
     if folder is not None and config.output.tensorboard:

@@ -113,9 +113,9 @@ class Record:
       step: number of updates made so far.
       metrics: by name: `loss`, `grad_norm` and the loss function's own of this step's batch, `learning_rate` of the last
         update where it is known, `tokens` (or `examples`) seen since the run began, `wall_time` (seconds since it began, those
-        of the process before a resumption included), speeds since the record before and the save after it (`compile_time`
-        instead for the first step), `valid_*` after a validation, and `slow_rank` with `slow_rank_times` while one holds up
-        the others.
+        of the process before a resumption included), speeds since the record before without what is done after a step, such
+        as saves (`compile_time` instead for the first step), `valid_*` after a validation, and `slow_rank` with
+        `slow_rank_times` while one holds up the others.
     """
 
     step: int
@@ -194,9 +194,8 @@ def fit(
             if after is not None and after(step, metrics):
                 return
         # Neither compiling counts in a speed, nor a validation, nor what is done after a step.
-        before, clock = (
-            (step, time.perf_counter()) if metrics or first else (before, clock + time.perf_counter() - done)
-        )
+        now = time.perf_counter()
+        before, clock = (step, now) if metrics or first else (before, clock + now - done)
 
 
 # --------------------------------------------------------------------------------------------------
