@@ -7,6 +7,7 @@
 import importlib
 import pathlib
 import re
+import sys
 from typing import Any
 
 __version__ = "0.1.0"
@@ -22,7 +23,7 @@ __all__ = [*_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
     return value
 

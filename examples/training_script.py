@@ -61,7 +61,7 @@ def main():
             metrics = trainer.step(batch)
             checkpoints.save(step, trainer, data=train)
             if step % 10 == 0 or step == options.steps:
-                valid_loss = np.mean([float(trainer.evaluate(batch)["loss"]) for batch in valid])
+                valid_loss = float(trainer.validate(valid)["loss"])
                 ax.print0(f"step {step}: loss {float(metrics['loss']):.3f}, validation {valid_loss:.3f}")
 
     prompt = np.frombuffer(b"import ", np.uint8).astype(np.int32)[None]

@@ -24,6 +24,21 @@ class Net(nnx.Module):
         return self.down(x)
 
 
+class Stacked(nnx.Module):
+    """Blocks as one stack, which a scan reads a slice at a time."""
+
+    def __init__(self, width: int, depth: int, *, rngs: nnx.Rngs):
+        self.up = nnx.Linear(3, width, rngs=rngs)
+        make = nnx.vmap(lambda rngs: nnx.Linear(width, width, rngs=rngs), in_axes=0)
+        self.blocks = make(rngs.split(depth))
+        self.down = nnx.Linear(width, 1, rngs=rngs)
+
+    def __call__(self, x):
+        step = lambda x, block: (jnp.tanh(block(x)), None)
+        x, _ = nnx.scan(step, in_axes=(nnx.Carry, 0))(jnp.tanh(self.up(x)), self.blocks)
+        return self.down(x)
+
+
 class Split(nnx.Module):
     """Two layers whose middle is split over `tensor`."""
 

@@ -304,6 +304,9 @@ def test_a_check_says_by_name_what_it_cannot_compare_and_why():
     batch = jax.tree.map(np.float32, batch_of(16))
     found = moody.check(batch)
     assert not found.equal and not found.differs and not found.compared
+    assert str(found).startswith("plan against one device: nothing was compared\n")
+    with pytest.raises(ValueError, match=r"nothing was compared\n(.|\n)*not compared: norm/mean"):
+        moody.check(batch, strict=True)
     assert "norm/mean, norm/var: each of 2 microbatches has its own statistics" in str(found)
     assert "gradients: dropout draws random numbers, of which every shard has its own; model.eval()" in str(found)
     assert "x.mean(0)" not in str(found)

@@ -172,6 +172,14 @@ def test_a_module_that_was_handed_out_survives_the_next_step(mesh):
     assert jax.tree.all(jax.tree.map(np.array_equal, to_host(arrays(module, None)), before))
 
 
+def test_a_name_that_is_not_there_is_answered_with_one_that_is():
+    with pytest.raises(AttributeError) as caught:
+        ax.FSDPP  # noqa: B018
+    assert caught.value.obj is ax and caught.value.name == "FSDPP"  # from which Python makes "Did you mean: 'FSDP'?"
+    with pytest.raises(TypeError, match=r"give rules=\{(.|\n)*ax.auto_parallelize\(model, mesh\), then ax.FSDP"):
+        ax.TensorParallel(DropoutMLP(nnx.Rngs(0)), ax.make_mesh(tensor=8))
+
+
 def test_a_model_and_its_trainer_print_what_was_chosen_and_how_arrays_rest():
     class Deep(nnx.Module):
         def __init__(self, rngs):
@@ -184,8 +192,10 @@ def test_a_model_and_its_trainer_print_what_was_chosen_and_how_arrays_rest():
 
     model = ax.FSDP(Deep(nnx.Rngs(0)), ax.make_mesh(data=2, fsdp=4), remat="full")
     trainer = model.trainer(optax.sgd(0.1), lambda model, batch: model(batch).mean(), max_grad_norm=1.0)
-    assert "fsdp=Shard(" in repr(model) and "remat='full'" in repr(model) and "batch_stats" not in repr(model)
-    first, held, _, head, _, *rows = str(trainer).splitlines()
+    assert repr(model) == "FSDP(mesh={'data': 2, 'fsdp': 4}, plan=Plan(remat='full'))"  # as it was asked for
+    assert model.plan.fsdp.flat is False and model.plan.fsdp.gather_hop == 1  # and as it was decided
+    first, split, held, _, head, _, *rows = str(trainer).splitlines()
+    assert split == "replicated over data, ZeRO-3"
     assert first.startswith("Trainer(FSDP(mesh=") and first.endswith("accumulate=1, max_grad_norm=1.0)")
     assert held == "216 elements in 6 arrays, of which a device holds 54"
     assert head.split() == ["array", "shape", "dtype", "spec", "of", "a", "device", "count"]

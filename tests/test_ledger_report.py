@@ -49,9 +49,9 @@ axes   bytes/rank
 data          301
 total         301
 
-against theory        bytes/rank  minimum   ratio
---------------------  ----------  -------  ------
-gradients+parameters         294      294  1.0000"""
+against published     bytes/rank  published   ratio
+--------------------  ----------  ---------  ------
+gradients+parameters         294        294  1.0000"""
     assert str(ddp_report(minimum=4 * 2 * 42 * 7 / 8)) == expected
 
 

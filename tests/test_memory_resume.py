@@ -48,7 +48,7 @@ def test_restarted_workers_go_on_from_memory_and_end_bit_for_bit_like_an_uninter
     assert ("resumed after step 4, from memory" in said) == (dies == 6) and ("resumed" in said) == (dies == 6)
     assert "copied every 2 steps; process 0 keeps 2 x 0.1 MB of its own state" in said
     # What a step sends is said by the first attempt, which traces it for that.
-    assert said.count("against theory") == 1 and said.count("step       as before the restart") == 1
+    assert said.count("against published") == 1 and said.count("step       as before the restart") == 1
     folder = place / "runs" / name
     assert losses(folder) == losses(uninterrupted)
     assert arrays(folder, 9) == arrays(uninterrupted, 9)

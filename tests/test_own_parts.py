@@ -77,6 +77,19 @@ def expected():
     return one_device()
 
 
+def test_a_stack_of_layers_is_refused_by_what_rests_alone(write, capsys):
+    """A step gathers it a slice at a time: 16 layers of 256 KiB, of which each of 8 devices keeps an eighth, thrice over."""
+    stacked = {"class_path": "own_parts.Stacked", "init_args": {"width": 256, "depth": 16}}
+    fits = write(model=stacked, mesh={"fsdp": 8}, optim={"name": "adamw"}, train={"steps": 1, "global_batch_size": 16})
+    assert main(["explain", fits, *ALLOWED]) == 0
+    assert "memory     at most 10." in capsys.readouterr().out
+    assert main(["train", fits, *ALLOWED, "--max-memory", "3MiB"]) == 0, capsys.readouterr().err
+    assert main(["train", fits, *ALLOWED, "--max-memory", "2MiB", "--name", "refused"]) == 2
+    assert (
+        "MiB on each device for parameters, gradients and optimizer state, and there are 2.0" in capsys.readouterr().err
+    )
+
+
 PLANS = {
     "ddp": {"mesh": {"data": 8}},
     "fsdp": {"mesh": {"data": 2, "fsdp": 4}},

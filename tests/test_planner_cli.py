@@ -135,6 +135,16 @@ def test_sizes_are_read_as_people_write_them():
         memory_size("lots")
 
 
+def test_a_scanned_model_is_described_by_what_a_step_gathers(tiny, capsys):
+    """A layer of the stack at a time, as the ledger predicts it: two numbers of one step on one screen must not differ."""
+    scanned = ["explain", str(tiny), "--mesh.data", "1", "--mesh.fsdp", "8", "--model.scan_layers=true"]
+    assert main([*scanned, "--max-memory", "1GiB"]) == 0
+    out = capsys.readouterr().out
+    line = next(line for line in out.splitlines() if line.startswith("memory "))
+    gathered = re.search(r"gathered ([\d.]+)\)", line)[1]
+    assert re.search(rf"^gathered +{gathered}$", out, re.MULTILINE), out
+
+
 def test_a_budget_fails_the_check_and_names_what_grew(tiny, tmp_path, capsys):
     baseline = tmp_path / "baseline.json"
     assert main(["explain", str(tiny), "--write-baseline", str(baseline)]) == 0

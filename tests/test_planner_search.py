@@ -222,7 +222,7 @@ def test_a_pod_is_planned():
 
 def test_an_answer_prints_and_goes_to_json():
     answer = ax.plan(preset("gpt2-small"), num_devices=6, hardware="v5e", global_batch=12)
-    for words in ("best: ", "ms/step", "nothing overlaps", "tokens per second"):
+    for words in ("best: ", "ms/step", "nothing overlaps", "tokens per second", "assumed: products reach"):
         assert words in str(answer)
     plain = json.loads(answer.to_json())
     assert plain["best"]["mesh"] == answer.best.candidate.mesh and len(plain["runners_up"]) == 5

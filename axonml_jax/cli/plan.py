@@ -198,7 +198,11 @@ def _placed(config: RunConfig, ground: RunSetup) -> tuple[Functional, Variables,
 
 
 def _memory(config: RunConfig, ground: RunSetup) -> str:
+    """What a device holds in words; of models that are only traced a stack of layers counts as one unit, so at most that."""
     held = memory(config, ground)
+    known = not isinstance(config.model, OwnModel) and config.finetune.lora.rank is None
+    if known and held.gathered_bytes:
+        held = replace(held, gathered_bytes=predicted(config, ground).memory.gathered)
     parts = {
         "parameters": held.param_bytes,
         "gradients": held.grad_bytes,
@@ -207,7 +211,8 @@ def _memory(config: RunConfig, ground: RunSetup) -> str:
         "on the host": held.host_bytes,
     }
     words = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in parts.items() if size)
-    return f"{held.total_memory_mb:.1f} MB per device without activations ({words})"
+    bound = "at most " * (held.gathered_bytes > 0 and not known)
+    return f"{bound}{held.total_memory_mb:.1f} MB per device without activations ({words})"
 
 
 def _optimizer(config: OptimConfig) -> str:
@@ -392,12 +397,14 @@ def require_fit(config: RunConfig, ground: RunSetup, budget: Budget) -> None:
 
 
 def _require_resting(config: RunConfig, ground: RunSetup, limit: float) -> None:
-    """Of a model of one's own, and of one with adapters, only what rests is known."""
-    held = memory(config, ground)
+    """Of a user's own model, and of one with adapters, parameters, gradients and optimizer state alone are known."""
+    held = replace(
+        memory(config, ground), gathered_bytes=0
+    )  # which counts a stack of layers whole, that a step may slice
     if held.total_bytes > limit:
         raise ConfigError(
-            f"this plan needs {held.total_memory_mb:,.1f} MB on each device without activations, and there are "
-            f"{limit / 2**20:,.1f}: take more of mesh.fsdp, or add --force"
+            f"this plan needs {held.total_memory_mb:,.1f} MiB on each device for parameters, gradients and optimizer state, "
+            f"and there are {limit / 2**20:,.1f} MiB: take more of mesh.fsdp, or add --force"
         )
 
 
@@ -411,6 +418,9 @@ def device_memory() -> float | None:
 # `axonml-jax plan`: the best plan for a number of devices, printed, drawn, and written as a configuration to train
 # with.
 # --------------------------------------------------------------------------------------------------
+
+_NO_DATA = "# set data.path and data.tokenizer: without them it trains on the bytes of Python's standard library\n"
+"""In a file that was made from a published model's name alone."""
 
 _STAGES = {0: None, 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
 
@@ -457,7 +467,8 @@ def plan(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
         )
     if chosen.write is not None:
         chosen.write.write_text(config_text(answer, base, arguments), encoding="utf-8")
-        print(f"\nwritten   {chosen.write}: axonml-jax train {chosen.write}")
+        first = ", once data.path and data.tokenizer are set" if base is None else ""
+        print(f"\nwritten   {chosen.write}: axonml-jax train {chosen.write}{first}")
     return _verified(chosen.verify, lambda: verify(answer, chosen.verify, chosen.slices)) if chosen.verify else 0
 
 
@@ -582,7 +593,7 @@ def config_text(answer: Answer, base: RunConfig | None = None, arguments: Sequen
       arguments: of the command line that asked, noted at the head of the file without `--write` and `--verify`.
     """
     found, model = answer.best.candidate, answer.model
-    length = answer.asked.length
+    length, given = answer.asked.length, base is not None
     if base is None:
         base = RunConfig(name="planned", model=replace(model, max_length=max(model.max_length, length)))
     nested = (each.name for each in fields(model) if "section" in each.metadata)
@@ -602,6 +613,7 @@ def config_text(answer: Answer, base: RunConfig | None = None, arguments: Sequen
     values = _changed(config, as_dict(config))
     head = f"# {found}\n# found for {answer.asked.num_devices:,} x {answer.asked.hardware.name}"
     head += f" by:\n#   axonml-jax plan {shlex.join(_without_outputs(arguments))}\n" if arguments else "\n"
+    head += "" if given else _NO_DATA
     return head + yaml.safe_dump(values, sort_keys=False)
 
 

@@ -502,8 +502,7 @@ def cells(record: Record) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Where records go: a file of JSON lines, and a table, TensorBoard or Weights & Biases if wanted (MLflow:
-# mlflow_run.py).
+# Where records go: a file of JSON lines, and a table, TensorBoard or Weights & Biases if wanted.
 # --------------------------------------------------------------------------------------------------
 
 

@@ -915,7 +915,7 @@ def all_or_refuse(*attempts: Callable[[], Any]) -> list[Any]:
     """The results of all attempts.
 
     Raises:
-      ConfigError: with every attempt's refusal (see refusals.py).
+      ConfigError: with every attempt's refusal.
     """
     results, problems = [], {}
     for attempt in attempts:

@@ -763,8 +763,8 @@ class TensorParallel(ParallelModel):
       model: an NNX module, or a Linen module with `params=`.
       mesh: a Mesh with `tensor` or `expert`, and perhaps `data` and `fsdp`, over which parameters then rest sharded (ZeRO-3)
         on dims that no rule splits.
-      rules: pairs of a regular expression and a PartitionSpec over "tensor" and "expert" (or your mesh's own names of these),
-        in order, or a mapping of them. With "fsdp" a rule names the dim on which a leaf rests sharded over it. The
+      rules: required: pairs of a regular expression and a PartitionSpec over "tensor" and "expert" (or your mesh's own names of
+        these), in order, or a mapping of them. With "fsdp" a rule names the dim on which a leaf rests sharded over it. The
         first that matches a parameter's whole path name (`blocks/0/up/kernel`) holds. Every parameter must match, and every
         rule be used: `(".*", PartitionSpec())` as the last keeps the rest whole.
       params: a Linen module's variables.
@@ -788,7 +788,7 @@ class TensorParallel(ParallelModel):
         model: Any,
         mesh: Any = None,
         *,
-        rules: Rules,
+        rules: Rules | None = None,
         params: PyTree | None = None,
         precision: Precision | str | None = None,
         remat: Remat = None,
@@ -801,6 +801,12 @@ class TensorParallel(ParallelModel):
         draws: Literal["shards", "rows"] = "shards",
         seed: int = 0,
     ):
+        if rules is None:
+            raise TypeError(
+                "ax.TensorParallel splits a model by path rules, through XLA's partitioner: give rules={'.*/kernel': "
+                "PartitionSpec(None, 'tensor'), ...}. For Megatron's layers, with explicit "
+                "collectives: ax.auto_parallelize(model, mesh), then ax.FSDP(model, mesh)"
+            )
         given, mesh = mesh, as_mesh(mesh)
         names = dict(zip(getattr(given, "axis_names", mesh.axis_names), mesh.axis_names, strict=True))
         if not set(PARTITIONED) & set(mesh.shape):

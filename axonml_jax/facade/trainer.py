@@ -664,7 +664,7 @@ class Trainer(Generic[M]):
 
         Args:
           batch: a global batch, as `step` takes it.
-          strict: raise where leaves differ.
+          strict: raise where leaves differ, or nothing can be compared.
 
         Returns:
           What differs, leaf by leaf, and what could not be compared and why; print it.
@@ -685,6 +685,8 @@ class Trainer(Generic[M]):
             mode = Mode(training=training, precision=placement.plan.precision)
             drawing = draws(view, self._loss_fn, mode, whole, key, given)
             left_out = dict(not_comparable(view, placement, mode, drawing))
+            if left_out and strict:
+                raise ValueError(str(Check(left_out=left_out)))
             if left_out:
                 return Check(left_out=left_out)
             program = Differentiate(view, placement, model.mesh, self._loss_fn, training=training, sync=True)
@@ -786,7 +788,7 @@ class Trainer(Generic[M]):
         return None if self._seen is None else peak_of(self.trace(self._seen).lower().compile())
 
     def minimum_traffic(self) -> Fraction:
-        """Bytes per rank and step that theory allows for this plan's gradients and parameters."""
+        """Bytes per rank and step that the published algorithm sends for this plan's gradients and parameters."""
         return self.train_step.minimum_traffic()
 
 
@@ -919,6 +921,20 @@ def _functionalized(
     return view, whole
 
 
+def _mesh_of(mesh: Any, plan: Plan | None) -> tuple[Any, Mesh]:
+    """A mesh as it was given, or made as a plan says, and the same as a JAX mesh with the names that plans know.
+
+    Raises:
+      TypeError: for a mesh without devices.
+    """
+    if mesh is None and plan is not None and plan.mesh is not None:
+        mesh = make_mesh(devices=None, **plan.mesh.degrees)
+    known = as_mesh(mesh, own=plan.axes if plan is not None else ())
+    if not isinstance(known, Mesh):
+        raise TypeError(f"a model lives on devices, but {known} has none: give a jax.sharding.Mesh")
+    return mesh, known
+
+
 class ParallelModel(SavedModel):
     """A Flax model whose parameters live on a mesh as a plan says.
 
@@ -959,11 +975,7 @@ class ParallelModel(SavedModel):
             raise TypeError(f"plan={plan!r} must be an ax.Plan, or None for data parallelism")
         if not isinstance(seed, Integral):
             raise TypeError(f"seed={seed!r} must be a whole number")
-        if mesh is None and plan is not None and plan.mesh is not None:
-            mesh = make_mesh(devices=None, **plan.mesh.degrees)
-        given, mesh = mesh, as_mesh(mesh, own=plan.axes if plan is not None else ())
-        if not isinstance(mesh, Mesh):
-            raise TypeError(f"a model lives on devices, but {mesh} has none: give a jax.sharding.Mesh")
+        given, mesh = _mesh_of(mesh, plan)
         self.mesh = mesh
         view, whole = _functionalized(model, host_arrays(params), trainable, given)
         split, stages = layer_specs(view, self.mesh.shape), None
@@ -972,7 +984,8 @@ class ParallelModel(SavedModel):
             from axonml_jax.pipeline.pack import stage_assigner
 
             stages = stage_assigner(model, view, plan.pipe)
-        placement = bind_plan(plan.for_model(view), whole, mesh, split, stages, view.stacked_dims)
+        self._asked = plan.for_model(view)
+        placement = bind_plan(self._asked, whole, mesh, split, stages, view.stacked_dims)
         self._functional, self._placement, self._rest = view, placement, rest_of(placement)
         check_units(self._placement, self._functional)
         self._functional.state_joins()  # refused before anything is allocated
@@ -992,13 +1005,17 @@ class ParallelModel(SavedModel):
 
     def __repr__(self) -> str:
         read = "" if (found := self.plan.annotations) is None else f", read from {found!r}"
-        return f"{type(self).__name__}(mesh={dict(self.mesh.shape)}, plan={in_words(self.plan, self.mesh.shape)}{read})"
+        return (
+            f"{type(self).__name__}(mesh={dict(self.mesh.shape)}, plan={in_words(self._asked, self.mesh.shape)}{read})"
+        )
 
     def __str__(self) -> str:
         from axonml_jax.ledger.report import resting
 
         rests = resting(self._placement.resting.params, in_stages=self._placement.stages is not None)
-        return f"{folded(repr(self))}\n{rests}"
+        split = {axes: each for axes, each in self._placement.strategies.items() if self._placement.ranks(axes) > 1}
+        plainly = ", ".join(each.in_words(axes) for axes, each in split.items())
+        return "\n".join([folded(repr(self)), *[plainly] * bool(plainly), str(rests)])
 
     def _repr_html_(self) -> str:
         return self.plan._repr_html_(f"ax.{type(self).__name__}", self.mesh.shape)

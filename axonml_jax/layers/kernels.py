@@ -35,7 +35,7 @@ def attention_kernel(
     """Which form of attention runs: "xla", "blocks", "splash" or "cudnn".
 
     Args:
-      asked: one of `ATTENTIONS` (attentions.py). "auto" takes the kernel of the platform that is compiled for where it applies.
+      asked: one of `ATTENTIONS`. "auto" takes the kernel of the platform that is compiled for where it applies.
         Else it takes blocks where they are worth it (`worth_blocks`), and the einsums for few queries or keys.
       query: [..., s, n, d] (s sequence, n heads, d head size).
       key: [..., t, k, d].

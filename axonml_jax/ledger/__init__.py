@@ -1,4 +1,4 @@
-"""What a training step holds and sends: predicted from shapes, counted on its trace and lowered program, beside theory."""
+"""What a training step holds and sends: predicted from shapes, counted on its trace and lowered program, beside formulas."""
 
 from axonml_jax.cost.decoder import wire_elements as wire_elements
 from axonml_jax.ledger.compiled import CompiledCollective as CompiledCollective

@@ -307,11 +307,11 @@ def number(amount: Amount) -> str:
     return f"{amount:,}" if isinstance(amount, int) else f"{float(amount):,.1f}"
 
 
-def axes_table(sent: Mapping[str, Amount], total: Amount) -> PrintedTable:
+def axes_table(sent: Mapping[str, Amount], total: Amount, name: str = "total") -> PrintedTable:
     """What one rank sends over which mesh axes."""
     rows = [[axes, number(amount)] for axes, amount in sent.items()]
     shares = [float(amount / total) if total else 0.0 for amount in sent.values()]
-    return PrintedTable(["axes", "bytes/rank"], [*rows, ["total", number(total)]], left=1, shares=[*shares, 0.0])
+    return PrintedTable(["axes", "bytes/rank"], [*rows, [name, number(total)]], left=1, shares=[*shares, 0.0])
 
 
 # --------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ class Prediction:
       memory: bytes per device.
       traffic: collectives by what they move, the heaviest first. Of a dispatch's rounds after the first, which even loads do
         not need, one is among them, as in a traced step; sums leave it out.
-      minimum: bytes per rank and step that theory allows, by label: gradients+parameters (ZeRO), activations+cotangents
+      minimum: bytes per rank and step of the published algorithm, by label: gradients+parameters (ZeRO), activations+cotangents
         (pipeline), layers (Megatron, Korthikanti et al., AxoNN), experts (every token to its k experts and back).
       bubble: idle time of a pipeline's ranks over useful time.
       ticks: rows of the pipeline's timetable; 0 without one.
@@ -135,7 +135,7 @@ class Prediction:
 
     @property
     def ratios(self) -> dict[str, tuple[Amount, Amount, float | None]]:
-        """(sent, minimum, their ratio) of every label that theory knows."""
+        """(sent, published, their ratio) of every label for which an algorithm is published."""
         found = {}
         for name, least in self.minimum.items():
             labels = {"layers": ("layers",)}.get(name, name.split("+"))
@@ -238,7 +238,7 @@ class Prediction:
             for name, (sent, least, ratio) in self.ratios.items()
             if least
         ]
-        return PrintedTable(["against theory", "bytes/rank", "minimum", "ratio"], rows, left=1)
+        return PrintedTable(["against published", "bytes/rank", "published", "ratio"], rows, left=1)
 
     def _work(self) -> str:
         more = [f"and {self.recomputed_flops_per_token:,} again"] if self.recomputed_flops_per_token else []
@@ -621,7 +621,7 @@ def _rounding_problems(plan: Plan, model: DecoderLike, degrees: Mapping[str, int
 
 
 def _minimum(plan: Plan, step: Step) -> dict[str, Amount]:
-    """What theory allows, by label."""
+    """What the published algorithms send, by label."""
     degrees, model, run = step.degrees, step.model, step.run
     weights = max(_minimum_of_weights(plan, step, parts) for parts in step.ranks)
     found: dict[str, Amount] = {"gradients+parameters": exact(weights)}

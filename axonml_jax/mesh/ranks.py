@@ -285,7 +285,7 @@ class Engine(abc.ABC):
 
 
 class ThreadEngine(Engine):
-    """Ranks are threads: the last to arrive runs the program for all. (ProcessEngine: process_engine.py)"""
+    """Ranks are threads: the last to arrive runs the program for all."""
 
     def __init__(self, ranks: tuple[int, ...], sub_mesh: Mesh, rank: int, board: Board):
         super().__init__(ranks, sub_mesh)

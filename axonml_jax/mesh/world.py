@@ -542,7 +542,7 @@ def as_mesh(
     Args:
       target: a mesh of yours (returned as it is where its names and types are ours), a World, a group (its mesh; only
         the members' devices where it is part of its axes), or None for all devices along `data`.
-      rename: your axis names to ours, on top of the synonyms (synonyms.py).
+      rename: your axis names to ours, on top of the synonyms (`base.py`).
       own: names of axes of your own, to which a plan gives a strategy (`Plan(axes=...)`); they stay as they are.
 
     Raises:

@@ -215,8 +215,8 @@ def _scalar(value: Any, what: str) -> jax.Array:
         ) from error
     if array.ndim:
         raise ValueError(
-            f"loss_fn returned an array of shape {array.shape} as {what}, but a loss is one number: return its mean over "
-            "the examples it is given, or ax.WeightedMean(total, weight)"
+            f"loss_fn returned an array of shape {array.shape} as {what}, but a loss is one number: reduce it, for "
+            "instance by .mean(), or return ax.WeightedMean(total, weight)"
         )
     return array
 

@@ -588,7 +588,7 @@ class Member:
       y: how those that it sends are packed.
       residuals: how what it keeps for its backward is packed; None when nothing is differentiated.
       forward: makes that, and the results; None likewise.
-      places: offsets as values of the running program, by offset; those not in it are constants (`places.py`).
+      places: offsets as values of the running program, by offset; those not in it are constants.
     """
 
     stage: Stage

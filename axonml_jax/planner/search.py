@@ -345,6 +345,16 @@ class Answer:
         """`to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=indent)
 
+    @property
+    def _assumed(self) -> str:
+        """What the times follow from, and how to say it otherwise."""
+        given, kind = self.asked.assumptions, self.asked.hardware
+        known = "measured" if given.efficiency == kind.reached else "not measured"
+        return (
+            f"  assumed: products reach {given.efficiency:.0%} of {kind.name}'s peak ({known}), and {given.overlap:.0%} of "
+            "their time hides parameters and gradients on their way (--efficiency, --overlap)"
+        )
+
     def __str__(self) -> str:
         asked, best = self.asked, self.best.price
         slices = -(-asked.num_devices // asked.hardware.island) if asked.hardware.torus else 1
@@ -364,7 +374,9 @@ class Answer:
             for name, (ratio, then) in self.sensitivity.items()
         ]
         reasons = [f"  {count:,} x {reason}" for reason, count in {**self.illegal, **self.dropped}.items() if count]
-        chosen = f"best: {self.best.candidate}\n{times}; {best.tokens_per_second:,.0f} tokens per second"
+        chosen = (
+            f"best: {self.best.candidate}\n{times}; {best.tokens_per_second:,.0f} tokens per second\n{self._assumed}"
+        )
         return "\n\n".join(
             [head, chosen, str(self.saving), table]
             + ["if\n" + "\n".join(why)] * bool(why)

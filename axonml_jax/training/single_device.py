@@ -132,11 +132,8 @@ class Check:
         return bool(self.compared) and not self.differs
 
     def __str__(self) -> str:
-        found = (
-            f"{len(self.differs)} of {self.compared} leaves differ"
-            if self.differs
-            else f"{self.compared} leaves are equal"
-        )
+        found = f"{self.compared} leaves are equal" if self.compared else "nothing was compared"
+        found = f"{len(self.differs)} of {self.compared} leaves differ" if self.differs else found
         lines = [f"plan against one device: {found}"]
         lines += [f"  {name}: {row}" for name, row in self.differs.items()]
         lines += [MIXED] * bool(self.differs)

@@ -144,7 +144,7 @@ class TrainStep:
         return state_of_leaves(self.model, like, arrays, self.at_rest)
 
     def minimum_traffic(self) -> Fraction:
-        """Bytes per rank and update that theory allows for the plan's gradients and parameters on a ring."""
+        """Bytes per rank and update that the published algorithm sends for the plan's gradients and parameters on a ring."""
         from axonml_jax.cost.published import minimum_traffic
 
         return minimum_traffic(self.placement.agreed or self.placement)

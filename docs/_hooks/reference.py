@@ -22,6 +22,7 @@ FENCED = re.compile(
     r"^(```+|~~~+)[^\n]*\n.*?^\1[^\n]*$|\[[^\]]*\]\([^)]*\)|<svg.*?</svg>|^#[^\n]*$", re.DOTALL | re.MULTILINE
 )
 BLOCK = re.compile(r"^(#+ [^\n]+)$|^```python[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+DRAWN = re.compile(r'(?<=>\n)<img src="(guides/pictures/[\w-]+\.svg)" alt="[^"]*">')
 OURS = re.compile(r"(?<![\[`])`ax\.(\w+)`(?!`|\])")
 THEIRS = re.compile(r"(?<![\[`])`((?:jax|optax|nnx|linen|flax|orbax)\.[\w.]+)`(?!`|\])")
 # Values whose docstrings list all that is set; their methods are the engine's.
@@ -94,6 +95,9 @@ BOOST = {"guides/": 2, "troubleshooting": 3, "performance": 0.3, "migration": 0.
 def on_page_markdown(markdown, page, **_):
     """Names are put on the reference's pages, and linked to from all others."""
     folder, _, file = page.file.src_uri.rpartition("/")
+    markdown = DRAWN.sub(
+        lambda it: (DOCS / it[1]).read_text("utf-8"), markdown
+    )  # within the page drawings have its colours
     page.meta["search"] = {"boost": next((n for start, n in BOOST.items() if page.file.src_uri.startswith(start)), 1)}
     if folder in ("adr", "maintainers"):
         page.meta["search"] = {"exclude": True}  # users search; the index is loaded with every page
