@@ -72,6 +72,11 @@ def float16():
         pytest.skip(f"XLA:CPU compiles no float16 for this processor: {str(error)[:80]}")
 
 
+def pytest_xdist_auto_num_workers():
+    """Two workers, whatever the machine has: each simulates eight devices. `-n 0` and `--pdb` run the tests in one process."""
+    return 2
+
+
 EVERY_ROW = (
     "architecture", "buckets", "collectives_pairs", "compat", "ddp_program", "init_environment", "ledger_published",
     "mesh_shape", "migration", "pipeline_program", "pipeline_schedule", "program", "spawn", "spawn_errors",
