@@ -153,15 +153,3 @@ def test_who_cannot_use_it_is_told():
     assert PlanConfig(sharding_strategy="shard_grad_op", wire="fp8").build().fsdp == ax.Shard(stage=2, wire="fp8")
     assert PlanConfig(reduce_wire="int8").build().fsdp == ax.Shard(reduce_wire="int8")
     assert not ax.Shard(wire="int8").exact and not ax.Shard(reduce_wire="bf16").exact and ax.Shard().exact
-
-
-def test_how_arrays_travel_has_one_name_and_the_older_ones_warn():
-    make = lambda **options: ax.FSDP(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), mesh_of(fsdp=4), **options).plan
-    with pytest.warns(DeprecationWarning, match=r"FSDP\(gather=\) is called wire= now") as gathered:
-        older = make(gather="int8")
-    with pytest.warns(DeprecationWarning, match=r"FSDP\(reduce=\) is called reduce_wire= now"):
-        older_sum = make(reduce="bf16")
-    assert [each.filename for each in gathered] == [__file__]
-    assert older == make(wire="int8") and older_sum == make(reduce_wire="bf16")
-    with pytest.raises(ValueError, match="wire= and gather= are two names for one option"):
-        make(wire="int8", gather="int8")

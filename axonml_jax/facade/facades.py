@@ -262,7 +262,6 @@ class FSDP(ParallelModel):
       reduce_wire: parts of gradients travel as "bf16" or "int8" to the device that sums them, in float32 (as in `ax.Shard`);
         "int8-feedback" adds what rounding left out of a device's gradients to its next ones (SHARD_OPTIMIZER).
         None: a reduce-scatter in the dtype of gradients.
-      gather, reduce: older names of wire and reduce_wire, which warn.
       update: "shards", or "whole" for optimizers that are refused on them.
       remat: what the backward recomputes, unit by unit: None, "full", "selective" (all but weight multiplications), or all but
         what regular expressions, or a policy, name (see `ax.Plan`).
@@ -287,8 +286,6 @@ class FSDP(ParallelModel):
         prefetch: int = 0,
         wire: Wire | None = None,
         reduce_wire: ReduceWire | None = None,
-        gather: Wire | None = None,
-        reduce: ReduceWire | None = None,
         update: Literal["shards", "whole"] = "shards",
         remat: Remat = None,
         memory: Memory = None,
@@ -302,10 +299,6 @@ class FSDP(ParallelModel):
         strategy = _strategy(sharding_strategy)
         if mixed_precision is not None and precision is not None:
             raise ValueError("mixed_precision= and precision= are two names for the same policy: give one")
-        wire, reduce_wire = (
-            _renamed("wire", wire, "gather", gather),
-            _renamed("reduce_wire", reduce_wire, "reduce", reduce),
-        )
         plan = Plan(
             fsdp=strategy.on_axis(wrap=wrap, prefetch=prefetch, wire=wire, reduce_wire=reduce_wire),
             precision=Precision.of(mixed_precision if precision is None else precision),
@@ -369,16 +362,6 @@ class FSDP(ParallelModel):
         from axonml_jax.ledger.memory import measure
 
         return measure(self.mesh, self._newest_trainer)
-
-
-def _renamed(name: str, value: Any, older: str, given: Any) -> Any:
-    """An option's value, given by its name or by an older one."""
-    if given is None:
-        return value
-    if value is not None:
-        raise ValueError(f"{name}= and {older}= are two names for one option: give {name}")
-    warn(f"FSDP({older}=) is called {name}= now, as in ax.Shard and configurations", DeprecationWarning)
-    return given
 
 
 def _strategy(given: ShardingStrategy | str) -> ShardingStrategy:
@@ -602,7 +585,7 @@ class Pipeline(ParallelModel):
         from axonml_jax.pipeline.schedules import Pipelined, PipelineSchedule
 
         mesh = _pipe_mesh(mesh)
-        model, params = stages_or_model, params
+        model = stages_or_model
         if isinstance(model, Sequence):
             model, params = _chain(model, params, mesh.shape[STAGES])
         interleaved = PipelineSchedule.of(schedule) is PipelineSchedule.INTERLEAVED_ONE_F_ONE_B
