@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
+from axonml_jax.base import warn
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.compat.model_call import Transformed
 from axonml_jax.compat.order import callers_line
 from axonml_jax.compat.row_keys import KNOWN, Drawn, draws, is_row_key, rows_of
 from axonml_jax.meaning.asked import Asked, Traced, calls_alone
 from axonml_jax.meaning.microbatches import Division, Mixing, divided
+from axonml_jax.meaning.mixing import mixing_inside
 from axonml_jax.meaning.model_call import Call, RealCalls, calls_model
 from axonml_jax.meaning.places import Group, Places
 from axonml_jax.meaning.plain_mean import is_plain_mean, talks
@@ -35,6 +37,7 @@ from axonml_jax.program.program import (
 ROWS = "rows"
 
 NUMBERS = "has the model return a number of many rows that is no mean of them"
+MIXED = "calls a model whose code mixes rows of the batch"
 UNPLACED = "calls the model in a way whose shapes do not tell how its results are split"
 
 
@@ -81,13 +84,14 @@ class Decided:
         return among(atom, self.division.after)
 
 
-def decided(asked: Asked, *, in_layers: bool, trains: bool) -> Decided | str:
+def decided(asked: Asked, *, in_layers: bool, trains: bool, inlines: bool) -> Decided | str:
     """How a loss is run: a `Decided`, `ROWS`, or with the model's own code in it: then why.
 
     Args:
       asked: the loss.
       in_layers: the model's layers split their own parameters.
       trains: the loss is refused where nothing that is trained reaches it.
+      inlines: all rows are there at once, so that the model's own code can be in the loss's program.
     """
     local, failed = None, None
     try:
@@ -96,10 +100,21 @@ def decided(asked: Asked, *, in_layers: bool, trains: bool) -> Decided | str:
         return _inlined_decision(asked, in_layers, f"{error} at {callers_line(error)}")
     except Exception as error:  # such as the five largest of four rows
         failed = error
-    if local is not None and (local.weighted or talks(local.program, asked.axes)):
+    for_parts = local is not None and talks(local.program, asked.axes)
+    if local is not None and (for_parts or local.weighted):
         if trains:
             _refuse_unread(asked, local)
-        return ROWS
+        return ROWS if for_parts or not _mixes(asked, local, inlines and not in_layers) else MIXED
+    found = _by_whole(asked, local, failed, in_layers=in_layers, trains=trains)
+    if local is None or (isinstance(found, str) and found != ROWS):
+        return found
+    return MIXED if _mixes(asked, local, inlines and not in_layers) else found
+
+
+def _by_whole(
+    asked: Asked, local: Traced | None, failed: Exception | None, *, in_layers: bool, trains: bool
+) -> Decided | str:
+    """The same by the trace at the whole batch's shapes, beside the one at a rank's where there is one."""
     try:
         whole = asked.traced(())
     except Transformed as error:
@@ -121,6 +136,19 @@ def decided(asked: Asked, *, in_layers: bool, trains: bool) -> Decided | str:
     if local is not None and is_plain_mean(local, whole, asked.places(), asked.groups):
         return ROWS
     return Decided(whole, (local.noted if local is not None else calls_alone(asked, whole, 0),), failed=failed)
+
+
+def _mixes(asked: Asked, local: Traced, inlines: bool) -> bool:
+    """Whether the model's own code mixes rows and can be in the loss's program, which means the whole batch's; else warns."""
+    found = mixing_inside(asked, local)
+    if found and not (inlines and not _has_positions(asked)):
+        warn(
+            f"the model's code mixes rows of the batch: {'; '.join(found[:5])}. In microbatches, and where positions or layers "
+            "are split, it sees a part of them, and computes something else than on one device: mix rows in the loss function, which "
+            "has the whole batch, take all rows at once, or say by batch_stats='local' that a part's own rows are meant"
+        )
+        return False
+    return bool(found)
 
 
 def _makes_numbers(asked: Asked, whole: Traced, local: Traced) -> bool:

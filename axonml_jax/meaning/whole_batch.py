@@ -158,10 +158,10 @@ class WholeBatch:
         """The loss of a microbatch, of which each rank has so many."""
         return Asked((self._group(count), *self._among_positions), self.split, *of, self.seeing_whole, self._alone)
 
-    def _decide(self, asked: Asked) -> Decided | str:
+    def _decide(self, asked: Asked, *, inlines: bool = True) -> Decided | str:
         """How the loss is run; tried once for the same shapes."""
         if (key := (asked.groups, asked.signature)) not in self._decided:
-            found = decided(asked, in_layers=self.in_layers, trains=self.trains)
+            found = decided(asked, in_layers=self.in_layers, trains=self.trains, inlines=inlines)
             refuse_draws(asked, found)
             if isinstance(found, Decided) and any(
                 isinstance(x, jax.core.Tracer) for x in found.whole.program.constants.values()
@@ -209,7 +209,7 @@ class WholeBatch:
         own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
         count = jax.tree.leaves(batches)[0].shape[0]
         asked = self._asked(count, *asked_of, own)
-        if (decided := self._decide(asked)) == ROWS:
+        if (decided := self._decide(asked, inlines=False)) == ROWS:
             return batches
         if not isinstance(decided, Decided):
             raise unknown(decided)

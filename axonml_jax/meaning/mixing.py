@@ -1,0 +1,93 @@
+"""Code inside a model that mixes rows of the batch, such as `x - x.mean(0)`: found in the trace of its calls.
+
+Only what is certain is found: a reduction along the dim that holds the rows, of floats, whose value then meets rows again in an
+elementwise operation, a concatenation or a product. Contractions over rows, sorts and lookups are not taken for it: routers of
+experts send every row by itself with them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from axonml_jax.compat.jaxpr import Operation
+from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
+from axonml_jax.meaning.asked import Asked, Traced
+from axonml_jax.meaning.following import Following
+from axonml_jax.meaning.places import SUM, Place, Places, Split, Step
+from axonml_jax.program.program import Equation, all_but_named, is_elementwise, read_program, rule_of
+
+JOINED = "joined"
+"""The place of floats that are made of several rows by more than a sum; a rule of places never says it."""
+
+_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod")
+_MEETINGS = ("concatenate", "dot_general", "stack")
+
+
+def mixing_inside(asked: Asked, local: Traced) -> list[str]:
+    """The operations in which a model's own code mixes rows, with the user's lines.
+
+    Args:
+      asked: the loss; a model whose BatchNorm keeps to a rank's rows mixes them as it is meant to.
+      local: it traced at a rank's shapes.
+    """
+    numbers = [k for k, group in enumerate(asked.groups) if not group.positions]
+    if not numbers or not asked.mode.batch_norm_axes:
+        return []
+    (rows,) = numbers
+    walk = _Mixing(asked, local, rows)
+    walk.program(local.program, [(places[rows],) for places in asked.places()])
+    return list(dict.fromkeys(walk.found))
+
+
+class _Mixing(Following):
+    """Follows rows on one rank, through the model's own code too."""
+
+    def __init__(self, asked: Asked, local: Traced, rows: int):
+        super().__init__((asked.groups[rows]._replace(ranks=1),))
+        self.axes, self.noted, self.inside, self.found = frozenset(asked.typed_axes), local.noted, False, []
+
+    def equation(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
+        """As ever; what ranks have joined is the same for all."""
+        if equation.name == MODEL_CALL:
+            return self._of_model(equation, given)
+        if self.axes.intersection(equation.op.mesh_axes) and rule_of(equation.name).sends is not None:
+            return [self.none] * len(equation.outputs)
+        return super().equation(equation, given)
+
+    def _of_model(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
+        program = read_program(self.noted[equation.op.options["number"]].traced, all_but_named)
+        fixed = [self.none] * (len(program.inputs) - len(given))
+        self.inside = True
+        try:
+            made = self.program(program, [*fixed, *map(_rows_alone, given)])
+        finally:
+            self.inside = False
+        return [_rows_alone(places) for places in made]
+
+    def steps(self, op: Operation, given: Sequence[Places]) -> list[Step]:
+        """What is joined of rows stays so, and is noted where it meets rows."""
+        places = [place for (place,) in given]
+        floats = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in op.given]
+        joined = any(floating and place in (SUM, JOINED) for place, floating in zip(places, floats, strict=True))
+        [step] = super().steps(op, [(None if place == JOINED else place,) for place in places])
+        if not self.inside:
+            return [step]
+        rows = any(floating and isinstance(place, Split) for place, floating in zip(places, floats, strict=True))
+        if joined and rows and (is_elementwise(op.name) or op.name in _MEETINGS):
+            self.found.append(f"{op.name} ({op.line or 'no line known'})")
+        joined |= op.name in _REDUCTIONS and floats[0] and isinstance(places[0], Split) and bool(step.act)
+        made = [_made(op.name, place, joined) for place in step.made]
+        floating = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in op.made]
+        return [step._replace(made=tuple(m if m != JOINED or f else None for m, f in zip(made, floating, strict=True)))]
+
+
+def _made(name: str, place: Place, joined: bool) -> Any:
+    """The place of a result: a sum that no reduction makes is not known to mix rows."""
+    if place is None and joined:
+        return JOINED
+    return None if place == SUM and not joined and name not in _REDUCTIONS else place
+
+
+def _rows_alone(places: Places) -> Places:
+    return tuple(place if isinstance(place, Split) else None for place in places)
