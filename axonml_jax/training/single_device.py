@@ -107,8 +107,8 @@ def draws(model: Functional, loss_fn: LossFn, mode: Mode, variables: Variables, 
 
 
 MIXED = (
-    "a difference mostly comes from code inside the model that mixes rows, such as x - x.mean(0): the model is called with a "
-    "rank's rows"
+    "a difference mostly comes from code inside the model that mixes rows, such as a sort along them: the model is called "
+    "with a rank's rows"
 )
 
 

@@ -1,0 +1,143 @@
+"""Rows that a model's own code mixes are those of the whole batch under every plan, or a warning names the line."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from meshes import mesh_of
+
+import axonml_jax as ax
+from axonml_jax.testing.equality import assert_equals_single_device
+
+X = np.random.default_rng(0).normal(size=(16, 6))
+BATCH = {"x": X, "y": X[:, :1] ** 2}
+
+
+def scanned(h):
+    return jax.lax.scan(lambda h, _: (h - h.mean(0), None), h, None, length=2)[0]
+
+
+def remembered(h):
+    return jax.checkpoint(lambda h: h / jnp.sqrt(jnp.var(h) + 1e-3))(h)
+
+
+MIXING = {
+    "centred": lambda h: h - h.mean(0),
+    "whitened": lambda h: (h - h.mean(0)) / (h.std(0) + 1e-3),
+    "by the largest": lambda h: h / jnp.abs(h).max(),
+    "a feature of all rows": lambda h: jnp.concatenate([h[:, 1:], jnp.broadcast_to(h.std(0).mean(), (len(h), 1))], 1),
+    "in a loop": scanned,
+    "recomputed": remembered,
+    "softmax over rows": lambda h: jax.nn.softmax(h, axis=0),
+    "merged with features": lambda h: (h.reshape(-1) - h.reshape(-1).mean()).reshape(h.shape),
+}
+APART = {
+    "over features": lambda h: (h - h.mean(-1, keepdims=True)) / (h.std(-1, keepdims=True) + 1e-3),
+    "experts": lambda h: routed(h),
+    "a number beside": lambda h: h + 0 * jnp.float32(len(h)),
+}
+
+
+def routed(h):
+    """Every row goes to one of two products through slots, as capacity routers send it: contractions over rows, no mixing."""
+    mask = jax.nn.one_hot(jnp.argmax(h[:, :2], -1), 2, dtype=h.dtype)
+    slots = jax.nn.one_hot((jnp.cumsum(mask, 0) * mask).max(-1).astype(int) - 1, len(h), dtype=h.dtype)
+    sent = jnp.einsum("te,tc,td->ecd", mask, slots, h)
+    return jnp.einsum("te,tc,ecd->td", mask, slots, jnp.tanh(sent))
+
+
+class Net(nnx.Module):
+    def __init__(self, mixes, norm=False):
+        rngs = nnx.Rngs(0)
+        self.first, self.last = (nnx.Linear(6, n, rngs=rngs, param_dtype=jnp.float64) for n in (6, 1))
+        self.mixes, self.norm = mixes, nnx.BatchNorm(6, rngs=rngs, param_dtype=jnp.float64) if norm else None
+
+    def __call__(self, x):
+        h = self.first(x)
+        return self.last(jnp.tanh(self.mixes(h if self.norm is None else self.norm(h))))
+
+
+class LinenNet(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        h = linen.Dense(6, param_dtype=jnp.float64)(x)
+        return linen.Dense(1, param_dtype=jnp.float64)(jnp.tanh(h - h.mean(0)))
+
+
+def mean(model, batch):
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+
+def weighted(model, batch):
+    errors = (model(batch["x"]) - batch["y"]) ** 2
+    return ax.WeightedMean(errors.sum(), 1.0 * errors.size)
+
+
+def root(model, batch):
+    return jnp.sqrt(mean(model, batch)), {"largest": jnp.abs(model(batch["x"])).max()}
+
+
+LOSSES = {"mean": mean, "weighted": weighted, "root": root}
+PLANS = {
+    "ddp": ({"data": 4}, ax.Plan()),
+    "ddp, typed": ({"data": 4}, ax.Plan(check_vma=True)),
+    "zero3": ({"fsdp": 4}, ax.Plan(fsdp=ax.Shard())),
+    "zero2, hybrid": ({"data": 2, "fsdp": 2}, ax.Plan(fsdp=ax.Shard(stage=2))),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", MIXING)
+def test_rows_that_a_model_mixes_are_those_of_the_whole_batch(kind, plan, loss):
+    degrees, settings = PLANS[plan]
+    assert_equals_single_device(Net(MIXING[kind]), LOSSES[loss], BATCH, settings, mesh=mesh_of(degrees), steps=2)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_of_a_linen_model_too(plan):
+    degrees, settings = PLANS[plan]
+    params = LinenNet().init(jax.random.key(0), X)
+    assert_equals_single_device(LinenNet(), mean, BATCH, settings, params=params, mesh=mesh_of(degrees), steps=2)
+
+
+def test_an_evaluation_and_a_loop_of_gradients_mix_the_same_rows():
+    model = ax.DDP(Net(MIXING["whitened"], norm=True), mesh_of(data=4))
+    trainer = model.trainer(optax.sgd(0.1), mean)
+    plain = Net(MIXING["whitened"], norm=True)
+    loss, grads = nnx.value_and_grad(mean)(plain, BATCH)
+    got, own = model.value_and_grad(mean)(BATCH)
+    np.testing.assert_allclose(got, loss, rtol=1e-10)
+    np.testing.assert_allclose(own["first"]["kernel"], grads["first"]["kernel"], rtol=1e-8)
+    plain = Net(MIXING["whitened"], norm=True)
+    plain.eval()
+    np.testing.assert_allclose(trainer.evaluate(BATCH)["loss"], mean(plain, BATCH), rtol=1e-10)
+
+
+@pytest.mark.parametrize("loss", ["mean", "weighted"])
+@pytest.mark.parametrize("plan", ["accumulate", "pipeline"])
+def test_where_a_part_of_the_rows_is_seen_alone_a_warning_names_the_line(plan, loss):
+    settings = {
+        "accumulate": ({"data": 2}, ax.Plan(accumulate=2)),
+        "pipeline": ({"pipe": 2}, ax.Plan(pipe=ax.Pipelined(num_microbatches=2, split=("last",)))),
+    }
+    degrees, chosen = settings[plan]
+    trainer = ax.parallelize(Net(MIXING["centred"]), mesh_of(degrees), chosen).trainer(optax.sgd(0.1), LOSSES[loss])
+    with pytest.warns(UserWarning, match=r"model's code mixes rows of the batch: sub \(line \d+ of test_mixing.py"):
+        trainer.step(BATCH)
+
+
+@pytest.mark.parametrize("kind", [*APART, "batch norm", "rows of a rank"])
+def test_what_mixes_no_rows_is_left_as_it_is(kind):
+    """In microbatches nothing warns: a row's experts, a norm over features, BatchNorm, and what is meant of a rank's rows."""
+    local = {"batch_stats": "local"} if kind == "rows of a rank" else {}
+    mixes = MIXING["centred"] if local else APART.get(kind, lambda h: h)
+    plan = ax.Plan(accumulate=2, **local)
+    trainer = ax.parallelize(Net(mixes, norm=kind == "batch norm"), mesh_of(data=2), plan).trainer(optax.sgd(0.1), mean)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.step(BATCH)
