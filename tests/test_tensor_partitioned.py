@@ -15,7 +15,7 @@ import axonml_jax as ax
 from axonml_jax.base import named_leaves
 from axonml_jax.ledger.compiled import CompiledCollective, axes_of, partitioned_traffic, result_bytes
 from axonml_jax.parallel.plan import Partition
-from axonml_jax.testing.equality import LOW_PRECISION, assert_equals_single_device
+from axonml_jax.testing.equality import FLOAT64, LOW_PRECISION, assert_equals_single_device
 
 F64 = {"param_dtype": jnp.float64}
 X = np.random.default_rng(0).normal(size=(8, 8))
@@ -216,6 +216,21 @@ def test_what_rules_split_rests_sharded_too_and_trains_as_on_one_device(name):
     plan = ax.Plan(partition=OVER_TENSOR, **options)
     shared = {"mesh": mesh_of(**degrees), "tx": optax.adamw(1e-2), "steps": 2, "max_grad_norm": 0.1}
     assert_equals_single_device(Blocks(nnx.Rngs(0)), squares, X, plan, **shared)
+
+
+@pytest.mark.parametrize("left", ["tensor", "context"])
+def test_the_older_partitioner_is_refused_where_it_ends_the_process(left):
+    context = ax.Context(sees="whole", allow_communication=True)
+    plan = ax.Plan(partition=OVER_TENSOR) if left == "tensor" else ax.Plan(context=context)
+    make = lambda axis: ax.parallelize(Blocks(nnx.Rngs(0)), mesh_of(**{axis: 2, left: 2}), plan)
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        with pytest.raises(ValueError, match=f"to which {left} would be left, .* sharded over fsdp.*these devices to data"):
+            make("fsdp")
+        trainer, batch = make("data").trainer(optax.sgd(0.1), squares), X.reshape(2, 4, 8)
+        np.testing.assert_allclose(trainer.step(batch)["loss"], squares(Blocks(nnx.Rngs(0)), batch), rtol=FLOAT64)
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
 
 
 def test_each_rank_gathers_its_own_part_of_what_rules_split(compiled_for_users):

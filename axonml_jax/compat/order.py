@@ -330,6 +330,11 @@ def require_policies() -> None:
         )
 
 
+def partitions_by_shardy() -> bool:
+    """Whether XLA partitions by Shardy, as is JAX's default, and not by GSPMD, which newer ones will not have."""
+    return getattr(jax.config, "jax_use_shardy_partitioner", True)
+
+
 CALLS_WITH_GRADIENTS = frozenset(("custom_vjp_call", "custom_jvp_call"))
 """Calls that a checkpoint policy is asked about as a whole where their gradients are not derived again."""
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from axonml_jax.base import PyTree, named_leaves, path_name
 from axonml_jax.collectives.gradients import Partial, assign_buckets
 from axonml_jax.collectives.primitives import axis_index, joined_over
-from axonml_jax.compat.order import after, platform_around, users_meshes
+from axonml_jax.compat.order import after, partitions_by_shardy, platform_around, users_meshes
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.mesh.axes import LAYER_AXES, PARTITIONED, STAGES, AxisNames, as_axes, flat_axes
 from axonml_jax.model.loss import Precision, cast_floating
@@ -65,6 +65,7 @@ def check_axes(plan: Plan, degrees: Mapping[str, int], in_layers: Mapping[str, P
             "pipe=ax.Pipelined(num_microbatches=..., schedule=...), use ax.Pipeline, or a mesh without this axis"
         )
     left = _check_left(plan, degrees)
+    _check_partitioner(plan, degrees)
     _check_rounds(plan, degrees, left=bool(left))
     _check_partition(plan, degrees)
     _check_strategies(plan, degrees)
@@ -88,6 +89,19 @@ def _check_left(plan: Plan, degrees: Mapping[str, int]) -> list[AxisNames]:
             "or write the model for its rank's positions (ax.context_attention, ax.context_positions; splits_positions = True)"
         )
     return left
+
+
+def _check_partitioner(plan: Plan, degrees: Mapping[str, int]) -> None:
+    """Refuse GSPMD where it ends the process: it cannot gather parameters beside axes that are left to it, in most programs."""
+    left = sorted(axis for axis in plan.left(degrees) if degrees.get(axis, 1) > 1)
+    ranks = lambda axis: math.prod(degrees.get(name, 1) for name in as_axes(axis))
+    shards = [axis for axis, each in plan.on(degrees).items() if each.role.parameters == "sharded" and ranks(axis) > 1]
+    if left and shards and not partitions_by_shardy():
+        raise ValueError(
+            f"jax_use_shardy_partitioner is off: XLA's older partitioner, to which {', '.join(left)} would be left, ends the "
+            f"process where parameters that rest sharded over {', '.join(map(str, shards))} are gathered. Leave JAX's default, "
+            "jax.config.update('jax_use_shardy_partitioner', True), or give these devices to data"
+        )
 
 
 def _check_rounds(plan: Plan, degrees: Mapping[str, int], *, left: bool) -> None:
