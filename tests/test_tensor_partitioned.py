@@ -225,7 +225,9 @@ def test_the_older_partitioner_is_refused_where_it_ends_the_process(left):
     make = lambda axis: ax.parallelize(Blocks(nnx.Rngs(0)), mesh_of(**{axis: 2, left: 2}), plan)
     jax.config.update("jax_use_shardy_partitioner", False)
     try:
-        with pytest.raises(ValueError, match=f"to which {left} would be left, .* sharded over fsdp.*these devices to data"):
+        with pytest.raises(
+            ValueError, match=f"to which {left} would be left, .* sharded over fsdp.*these devices to data"
+        ):
             make("fsdp")
         trainer, batch = make("data").trainer(optax.sgd(0.1), squares), X.reshape(2, 4, 8)
         np.testing.assert_allclose(trainer.step(batch)["loss"], squares(Blocks(nnx.Rngs(0)), batch), rtol=FLOAT64)
