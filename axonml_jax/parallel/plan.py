@@ -424,8 +424,8 @@ def checked_memory(memory: Any, remat: Any) -> list[str]:
 class Plan:
     """How a model is spread over a mesh and stepped.
 
-    A plan changes where work happens, not what is computed, but for random draws (see `draws`), code in a model that mixes rows
-    of the batch, BatchNorm in microbatches, what rounds (`precision`, `comm_dtype`, `ax.Shard(wire=, reduce_wire=)`) and
+    A plan changes where work happens, not what is computed, but for random draws (see `draws`), some code in a model that mixes
+    rows of the batch, BatchNorm in microbatches, what rounds (`precision`, `comm_dtype`, `ax.Shard(wire=, reduce_wire=)`) and
     where replicas train by themselves (NO_SYNC, `ax.DiLoCo`).
 
     Attributes:
