@@ -253,17 +253,17 @@ CEILINGS = {
     "calls of trainer(), DDP": 1_258,
     "calls of trainer(), FSDP": 2_500,
     "calls of trainer(), a pipeline": 4_000,
-    "files of a first step, DDP": 40,
-    "files of a first step, FSDP": 42,
-    "files of a first step, a pipeline": 49,
-    "frames between Trainer.step and the loss": 25,
+    "files of a first step, DDP": 42,
+    "files of a first step, FSDP": 44,
+    "files of a first step, a pipeline": 51,
+    "frames between Trainer.step and the loss": 26,
     "files of other capabilities in a DDP step": 1,
 }
 """Figures of the structure (`tests/house.py`) may fall, and then the ceiling is lowered; those of size stand two per
 cent above what they were on 2026-11-29, so that a fix needs no leave; none may rise but with a capability that is new:
 kernels for GPUs brought four rooms, engines another three, the user's own mesh one, memory as a number four, gradients of
 layers of one's own and numbers that a model makes one each; and the objective of a step, which stood in a file of six
-ideas, has one of its own."""
+ideas, has one of its own; rows that a model's own code mixes are looked for in one (and a walk) more."""
 
 
 @pytest.mark.slow  # the same on both ends
