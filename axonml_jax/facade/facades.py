@@ -125,7 +125,7 @@ class ContextParallel(ParallelModel):
         Raises:
           ValueError: for a model that sees its device's positions: `ax.explain` counts what it sends.
         """
-        if "context" not in self._placement.left:
+        if "context" not in self._placement.automatic:
             raise ValueError(
                 "the model's code sees its device's positions, and nothing is left to the partitioner: use ax.explain"
             )
@@ -821,7 +821,7 @@ class TensorParallel(ParallelModel):
         Raises:
           ValueError: for an axis that the mesh or the rules do not have.
         """
-        left = self._placement.left.intersection(self.mesh.shape)
+        left = self._placement.automatic.intersection(self.mesh.shape)
         if axis not in left:
             raise ValueError(
                 f"tensor_traffic: axis={axis!r} must be one that rules split over: {', '.join(sorted(left))}"

@@ -47,7 +47,7 @@ def would_hang(placement: Placement, mesh: Mesh) -> Callable[[Any], None] | None
     Raises:
       ValueError: from the function returned; it lists every permute in a branch, and the remedies.
     """
-    if placement.stages is None or not placement.left or mesh.devices.flat[0].platform != "cpu":
+    if placement.stages is None or not placement.automatic or mesh.devices.flat[0].platform != "cpu":
         return None
 
     def refuse(compiled: Any) -> None:
@@ -57,7 +57,8 @@ def would_hang(placement: Placement, mesh: Mesh) -> Callable[[Any], None] | None
             raise ValueError(
                 "XLA's partitioner sends positions between neighbours in the branch of one stage, and on CPU that waits for "
                 "the devices of all stages, for ever:\n" + "\n".join(lines) + "\nuse a mesh without pipe or without "
-                f"{', '.join(sorted(placement.left))}, or write the model for its rank's positions (splits_positions = True)"
+                f"{', '.join(sorted(placement.automatic))}, or write the model for its rank's positions "
+                "(splits_positions = True)"
             )
 
     return refuse

@@ -64,9 +64,9 @@ def check_axes(plan: Plan, degrees: Mapping[str, int], in_layers: Mapping[str, P
             f"the mesh has {STAGES}={degrees[STAGES]}, and the plan says nothing about stages: give it "
             "pipe=ax.Pipelined(num_microbatches=..., schedule=...), use ax.Pipeline, or a mesh without this axis"
         )
-    left = _check_left(plan, degrees)
+    automatic = _check_automatic(plan, degrees)
     _check_partitioner(plan, degrees)
-    _check_rounds(plan, degrees, left=bool(left))
+    _check_rounds(plan, degrees, automatic=bool(automatic))
     _check_partition(plan, degrees)
     _check_strategies(plan, degrees)
     unknown = {axis: size for axis, size in degrees.items() if axis not in known and size > 1}
@@ -79,33 +79,34 @@ def check_axes(plan: Plan, degrees: Mapping[str, int], in_layers: Mapping[str, P
         )
 
 
-def _check_left(plan: Plan, degrees: Mapping[str, int]) -> list[AxisNames]:
-    """The axes left to the partitioner; refuse what they do not go with."""
-    left = [axis for axis, each in plan.on(degrees).items() if each.having(LeftToXLA) and degrees[as_axes(axis)[0]] > 1]
-    if left and plan.check_vma:
+def _check_automatic(plan: Plan, degrees: Mapping[str, int]) -> list[AxisNames]:
+    """The axes that strategies leave to XLA's partitioner; refuse them beside check_vma=True."""
+    leaving = [axis for axis, each in plan.on(degrees).items() if each.having(LeftToXLA)]
+    automatic = [axis for axis in leaving if degrees[as_axes(axis)[0]] > 1]
+    if automatic and plan.check_vma:
         raise ValueError(
-            f"{', '.join(map(str, left))} is left to XLA's partitioner, since the model's code sees whole sequences, and "
+            f"{', '.join(map(str, automatic))} is left to XLA's partitioner, since the model's code sees whole sequences, and "
             "JAX has no gradient of attention across ranks in there with types that are checked: leave out check_vma=True, "
             "or write the model for its rank's positions (ax.context_attention, ax.context_positions; splits_positions = True)"
         )
-    return left
+    return automatic
 
 
 def _check_partitioner(plan: Plan, degrees: Mapping[str, int]) -> None:
     """Refuse GSPMD where it ends the process: it cannot gather parameters beside axes that are left to it, in most programs."""
-    left = sorted(axis for axis in plan.left(degrees) if degrees.get(axis, 1) > 1)
+    automatic = sorted(axis for axis in plan.left(degrees) if degrees.get(axis, 1) > 1)
     ranks = lambda axis: math.prod(degrees.get(name, 1) for name in as_axes(axis))
     shards = [axis for axis, each in plan.on(degrees).items() if each.role.parameters == "sharded" and ranks(axis) > 1]
-    if left and shards and not partitions_by_shardy():
+    if automatic and shards and not partitions_by_shardy():
         raise ValueError(
-            f"jax_use_shardy_partitioner is off: XLA's older partitioner, to which {', '.join(left)} would be left, ends the "
+            f"jax_use_shardy_partitioner is off: XLA's older partitioner, to which {', '.join(automatic)} would be left, ends the "
             f"process where parameters that rest sharded over {', '.join(map(str, shards))} are gathered. Leave JAX's default, "
             "jax.config.update('jax_use_shardy_partitioner', True), or give these devices to data"
         )
 
 
-def _check_rounds(plan: Plan, degrees: Mapping[str, int], *, left: bool) -> None:
-    """Refuse rounds without an axis of replicas, and what is not written for a rank's own parameters."""
+def _check_rounds(plan: Plan, degrees: Mapping[str, int], *, automatic: bool) -> None:
+    """Refuse rounds of local steps on a mesh without their axis of replicas, and beside axes left to XLA's partitioner."""
     for axis, rounds in plan.rounds.items():
         name = type(rounds).__name__
         if missing := [each for each in as_axes(axis) if each not in degrees]:
@@ -113,7 +114,7 @@ def _check_rounds(plan: Plan, degrees: Mapping[str, int], *, left: bool) -> None
                 f"{name} has its replicas along {', '.join(missing)}, which the mesh {dict(degrees)} lacks: use "
                 f"ax.make_mesh({missing[0]}=..., ...), or another strategy"
             )
-        if left:
+        if automatic:
             raise ValueError(
                 f"{name}: the model's code sees whole sequences, which leaves the axis of positions to XLA's partitioner, and "
                 "the end of a round runs on what a rank holds: write the model for its rank's positions "
@@ -254,7 +255,7 @@ class Placement:
       degrees: size of every mesh axis.
       params, frozen: a `Layout` for every leaf.
       stages: where leaves live along a pipeline; what rests is then what its stores say. None: there is no pipeline.
-      left: the axes that a step leaves to XLA's partitioner.
+      automatic: the axes that a step leaves to XLA's partitioner.
       at_rest: with such axes, where leaves rest; here they look whole along them.
       agreed: of a step in which ranks train parameters of their own for a round (`in_round`): what they agree on.
       splits_rows: False gives every batch shard all rows.
@@ -265,7 +266,7 @@ class Placement:
     params: PyTree
     frozen: PyTree
     stages: "Staging | None" = None
-    left: frozenset[str] = frozenset()
+    automatic: frozenset[str] = frozenset()
     at_rest: "Placement | None" = None
     agreed: "Placement | None" = None
     splits_rows: bool = True
@@ -273,9 +274,9 @@ class Placement:
     @cached_property
     def strategies(self) -> dict[AxisNames, AbstractStrategy]:
         """The strategies of the mesh's axes that a step binds, outermost first: gathering goes inwards, reducing outwards."""
-        there, left = self.plan.on(self.degrees), self.left
+        there, automatic = self.plan.on(self.degrees), self.automatic
         # XLA's partitioner refuses a sum over an axis of one rank of what it splits over an axis that is left to it.
-        bound = lambda axis: not left or (self.ranks(axis) > 1 and not left.intersection(as_axes(axis)))
+        bound = lambda axis: not automatic or (self.ranks(axis) > 1 and not automatic.intersection(as_axes(axis)))
         return {axis: each for axis, each in there.items() if bound(axis)}
 
     @cached_property
@@ -304,7 +305,7 @@ class Placement:
             layers=flat_axes(does("parameters", "layers")),
             sharded=tuple(axis for axis in does("parameters", "sharded") if self.ranks(axis) > 1),
             each_microbatch=does("reduces", "microbatch"),
-            manual=frozenset(self.degrees) - self.left,
+            manual=frozenset(self.degrees) - self.automatic,
         )
 
     @contextmanager
@@ -442,10 +443,10 @@ def on_parts(
     Left to itself the partitioner would make such leaves whole before they are gathered or scattered along another axis, and
     send them so.
     """
-    split = {name for layout in layouts for entry in layout.left for name in as_axes(entry or ())}
+    split = {name for layout in layouts for entry in layout.automatic for name in as_axes(entry or ())}
     if not split or not placement.axes.sharded or placement.ranks(axis) == 1:
         return send(values, layouts)
-    parts, specs = [own_part(placement, layout) for layout in layouts], tuple(layout.left for layout in layouts)
+    parts, specs = [own_part(placement, layout) for layout in layouts], tuple(layout.automatic for layout in layouts)
     on_own = jax.shard_map(
         lambda *own: tuple(send(own, parts)),
         in_specs=specs,
@@ -460,7 +461,7 @@ def own_part(placement: Placement, layout: Layout) -> Layout:
     """The layout of what a rank has of a leaf that XLA's partitioner splits, where leaves rest sharded too."""
     if not placement.axes.sharded:
         return layout
-    entries = [*layout.left, *[None] * (len(layout.stored) - len(layout.left))]
+    entries = [*layout.automatic, *[None] * (len(layout.stored) - len(layout.automatic))]
     return layout.divided([placement.ranks(entry or ()) for entry in entries])
 
 
@@ -552,9 +553,9 @@ def reading(
       trains: whether a loss that it returns is differentiated.
     """
     fun = reading_users(fun, model, placement)
-    for axis, strategy in placement.plan.on(placement.degrees).items() if rewrites and placement.left else ():
+    for axis, strategy in placement.plan.on(placement.degrees).items() if rewrites and placement.automatic else ():
         own = strategy.having(LeftToXLA)
-        if own is not None and placement.left.intersection(as_axes(axis)) and placement.ranks(axis) > 1:
+        if own is not None and placement.automatic.intersection(as_axes(axis)) and placement.ranks(axis) > 1:
             fun = own.rewritten(fun, axis, placement.plan.check_vma)
     if placement.ranks(placement.axes.layers) > 1:
         from axonml_jax.layers.whole import reading_whole
@@ -582,7 +583,7 @@ def reading_users(fun: Callable[..., Any], model: Functional, placement: Placeme
         return fun
     from axonml_jax.parallel.users_mesh import reading_placed
 
-    return partial(reading_placed, fun, model, around, placement.left, placement.plan.check_vma)
+    return partial(reading_placed, fun, model, around, placement.automatic, placement.plan.check_vma)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -710,11 +711,11 @@ def left_to_partitioner(placement: Placement, axes: Collection[str]) -> Placemen
         spec = PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
         parts = [math.prod(placement.degrees[axis] for axis in entry) for entry in entries]
         parts += [1] * (len(layout.stored) - len(parts))
-        return replace(layout, spec=spec, parts=tuple(parts), left=_only(layout.spec, axes))
+        return replace(layout, spec=spec, parts=tuple(parts), automatic=_only(layout.spec, axes))
 
     seen = (jax.tree.map(whole, tree, is_leaf=is_layout) for tree in (placement.params, placement.frozen))
     params, frozen = seen
-    resting = replace(placement, left=frozenset(axes))
+    resting = replace(placement, automatic=frozenset(axes))
     return replace(resting, params=params, frozen=frozen, at_rest=resting)
 
 
@@ -830,8 +831,8 @@ def bind_plan(
         return jax.tree_util.tree_map_with_path(lambda path, like: layout(path_name(path), like), resting)
 
     placement = Placement(plan, degrees, lay_out(variables.params), lay_out(variables.frozen))
-    if left := _left(plan, degrees):
-        placement = left_to_partitioner(placement, left)
+    if automatic := _automatic(plan, degrees):
+        placement = left_to_partitioner(placement, automatic)
     if plan.pipe is None:
         return placement
     shapes = named_leaves(variables.params) | named_leaves(variables.frozen)
@@ -847,10 +848,10 @@ def _check_degrees(plan: Plan, devices: int, degrees: Mapping[str, int]) -> None
         raise ValueError(f"the plan asks for degrees {dict(wanted)} but the mesh has {degrees}: give one or the other")
 
 
-def _left(plan: Plan, degrees: Mapping[str, int]) -> frozenset[str]:
-    """The axes left to the partitioner; of a pipeline, and with rounds, none of one rank: their program is that without it."""
-    left = plan.left(degrees)
-    return frozenset(axis for axis in left if degrees[axis] > 1) if plan.pipe or plan.rounds else left
+def _automatic(plan: Plan, degrees: Mapping[str, int]) -> frozenset[str]:
+    """The axes left to XLA's partitioner; with a pipeline or rounds only those of several ranks."""
+    axes = plan.left(degrees)
+    return frozenset(axis for axis in axes if degrees[axis] > 1) if plan.pipe or plan.rounds else axes
 
 
 def _staged(placement: Placement, shapes: Mapping[str, Any], assign: Callable | None) -> "Staging":

@@ -52,7 +52,7 @@ def reading_placed(
     fun: Callable[..., PyTree],
     model: Functional,
     around: Sequence[AbstractMesh],
-    left: frozenset[str],
+    automatic: frozenset[str],
     check_vma: bool,
     variables: Variables,
     *args: PyTree,
@@ -63,7 +63,7 @@ def reading_placed(
       fun: the model's code.
       model: whose code it is; it knows the mesh that it was given with, and on which the user's arrays lay.
       around: the meshes that the user has set.
-      left: the axes that are left to XLA's partitioner.
+      automatic: the axes that are left to XLA's partitioner.
       check_vma: whether varying types are checked.
       variables: the model's.
       *args: pytrees of arrays.
@@ -84,7 +84,7 @@ def reading_placed(
         try:
             with standing_for(one):
                 traced = trace(arrays_of, *given)
-            return arrays_of.restored(_Replayed(one, left).run(_read(traced.jaxpr), leaves))
+            return arrays_of.restored(_Replayed(one, automatic).run(_read(traced.jaxpr), leaves))
         except Exception as error:
             if not refuses_placement(error):
                 raise
@@ -213,11 +213,11 @@ class _Replayed:
 
     Attributes:
       one: the mesh that they were traced under.
-      left: the axes that are left to XLA's partitioner.
+      automatic: the axes that are left to XLA's partitioner.
     """
 
     one: AbstractMesh
-    left: frozenset[str]
+    automatic: frozenset[str]
 
     def run(self, program: Program, values: Sequence[Any]) -> list[Any]:
         """The results of a program."""
@@ -236,7 +236,7 @@ class _Replayed:
             with equation.op.scope():
                 return jax.tree.leaves(named.call(*values))
         # XLA wants all values of a conditional placed alike.
-        inside = replace(self, left=frozenset()) if equation.branches else self
+        inside = replace(self, automatic=frozenset()) if equation.branches else self
         if (made := run_bodies(equation, values, inside.run)) is not None:
             return made
         said = {key: options[key] for key in _ALSO_PLACED if options.get(key) is not None}
@@ -245,10 +245,10 @@ class _Replayed:
 
     def _kept(self, x: jax.Array, to: Any) -> jax.Array:
         """A value placed along the axes left to the partitioner, as code has said it of the user's names."""
-        if not self.left or not isinstance(to, NamedSharding):
+        if not self.automatic or not isinstance(to, NamedSharding):
             return x
         ours = lambda entry: tuple(
-            axis for name in as_axes(entry or ()) if (axis := AXIS_SYNONYMS.get(name, name)) in self.left
+            axis for name in as_axes(entry or ()) if (axis := AXIS_SYNONYMS.get(name, name)) in self.automatic
         )
         free = PartitionSpec.UNCONSTRAINED
         spec = PartitionSpec(*(free if entry is free else ours(entry) or free for entry in to.spec))

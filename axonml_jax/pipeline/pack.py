@@ -304,11 +304,15 @@ class PositionParts:
 
     @classmethod
     def of(cls, layout: BatchLayout, shapes: Mapping[str, tuple[int, ...]]) -> "PositionParts | None":
-        """Of a microbatch's leaves, by their paths. None: no axis that splits positions is left to the partitioner."""
-        left = {axis: rule for axis, rule in layout.positions if axis in layout.left and layout.size((axis,)) > 1}
-        if not left:
+        """Finds the dims of positions from the shapes of a microbatch's leaves by path.
+
+        Returns:
+          None where no axis that splits positions is left to XLA's partitioner.
+        """
+        rules = {axis: rule for axis, rule in layout.positions if axis in layout.automatic and layout.size((axis,)) > 1}
+        if not rules:
             return None
-        ((axis, rule),) = left.items()
+        ((axis, rule),) = rules.items()
         count = layout.size((axis,))
         dims = ((shape, rule(name, shape)) for name, shape in shapes.items() if shape)
         lengths = {shape[dim] for shape, dim in dims if dim is not None and shape[dim] % count == 0}

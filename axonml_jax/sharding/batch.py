@@ -42,7 +42,7 @@ class BatchLayout:
       degrees: (axis, size) of every mesh axis.
       positions: (axis, its rule) of every axis that splits positions.
       orders: (axis, order) of those of several ranks that do not hold them one part after the other.
-      left: those of them that a step leaves to XLA's partitioner: its code sees whole sequences. Leaves that do not divide
+      automatic: those of them that a step leaves to XLA's partitioner: its code sees whole sequences. Leaves that do not divide
         are not split then.
       spread: axes that are left to it too and split rows where these divide.
 
@@ -58,7 +58,7 @@ class BatchLayout:
     degrees: tuple[tuple[str, int], ...]
     positions: tuple[tuple[str, PositionDim], ...] = ()
     orders: tuple[tuple[str, Order], ...] = ()
-    left: frozenset[str] = frozenset()
+    automatic: frozenset[str] = frozenset()
     spread: tuple[str, ...] = ()
 
     @classmethod
@@ -68,7 +68,7 @@ class BatchLayout:
         rows: Iterable[str] | None = None,
         positions: Mapping[str, PositionDim] | None = None,
         orders: Mapping[str, Order] | None = None,
-        left: Collection[str] = (),
+        automatic: Collection[str] = (),
     ) -> "BatchLayout":
         """On a mesh of these degrees.
 
@@ -77,12 +77,12 @@ class BatchLayout:
           rows: the axes that split rows; None: those of the library's own axes that do.
           positions: the axes that split positions, and the rule of each.
           orders: in which order their ranks hold them; those left out contiguously.
-          left: the axes that a step leaves to the partitioner.
+          automatic: the axes that a step leaves to the partitioner.
         """
         every = batch_axes(degrees) if rows is None else tuple(rows)
-        rows, spread = (tuple(axis for axis in every if (axis in left) == there) for there in (False, True))
+        rows, spread = (tuple(axis for axis in every if (axis in automatic) == there) for there in (False, True))
         kept = tuple(each for each in (orders or {}).items() if degrees[each[0]] > 1 and each[1] != "contiguous")
-        return cls(rows, tuple(degrees.items()), tuple((positions or {}).items()), kept, frozenset(left), spread)
+        return cls(rows, tuple(degrees.items()), tuple((positions or {}).items()), kept, frozenset(automatic), spread)
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ class BatchLayout:
     @cached_property
     def bound(self) -> tuple[tuple[str, PositionDim], ...]:
         """The axes that split positions in a step's `shard_map`."""
-        return tuple(each for each in self.positions if each[0] not in self.left)
+        return tuple(each for each in self.positions if each[0] not in self.automatic)
 
     @cached_property
     def row_degree(self) -> int:
@@ -133,7 +133,7 @@ class BatchLayout:
                         f"along {axis!r} positions of the batch's leaf {path or 'batch'!r} of shape {shape} are said to be dim "
                         f"{dim}: dim 0 holds rows, so it must be one of {list(range(1, len(shape)))}, or None"
                     )
-                if axis not in self.left or shape[dim] % self.size((axis,)) == 0:
+                if axis not in self.automatic or shape[dim] % self.size((axis,)) == 0:
                     found[dim] = (*found.get(dim, ()), axis)
         return found
 
@@ -393,8 +393,8 @@ def _check_positions(layout: BatchLayout, shapes: Mapping[str, tuple[int, ...]])
     dims = {name: {d: axes for d, axes in split(name).items() if d} for name in shapes}
     along = {axis: dim_of for axis, dim_of in layout.bound if layout.size((axis,)) > 1}
     there = {axis for at in dims.values() for axes in at.values() for axis in axes}
-    left = [axis for axis, _ in layout.positions if axis in layout.left and layout.size((axis,)) > 1]
-    if torn := [axis for axis in left if axis not in there]:
+    automatic = [axis for axis, _ in layout.positions if axis in layout.automatic and layout.size((axis,)) > 1]
+    if torn := [axis for axis in automatic if axis not in there]:
         raise ValueError(
             f"no leaf's positions divide over {torn} ({layout.size(torn)} ranks): {dict(shapes)}. Pad the sequences to a "
             "multiple with positions of weight 0, or use another mesh; where the loss compares all tokens but the last with "

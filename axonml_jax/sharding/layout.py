@@ -34,7 +34,7 @@ class Layout:
       stored: the global shape in which it is stored; the same as `shape` unless a dim had to be padded to divide.
       parts: into how many parts each dim of the stored array is split.
       stack_dims: how many first dims number layers or experts, where the model says it (`Functional.stacked_dims`).
-      left: how axes that a step leaves to XLA's partitioner split the array, which looks whole along them.
+      automatic: how axes that a step leaves to XLA's partitioner split the array, which looks whole along them.
 
     >>> layout = Layout.replicated(jax.ShapeDtypeStruct((8, 3), "float32")).on("fsdp", dim=1, size=2)
     >>> layout.axes, layout.stored, layout.shard
@@ -47,7 +47,7 @@ class Layout:
     stored: tuple[int, ...]
     parts: tuple[int, ...]
     stack_dims: int = 0
-    left: PartitionSpec = PartitionSpec()
+    automatic: PartitionSpec = PartitionSpec()
 
     @staticmethod
     def replicated(leaf: Any, stack_dims: int = 0) -> "Layout":
@@ -75,7 +75,7 @@ class Layout:
     def divided(self, counts: Sequence[int]) -> "Layout":
         """The layout of one of so many equal parts of each dim."""
         parts = lambda sizes: tuple(size // count for size, count in zip(sizes, counts, strict=True))
-        return replace(self, shape=parts(self.shape), stored=parts(self.stored), left=PartitionSpec())
+        return replace(self, shape=parts(self.shape), stored=parts(self.stored), automatic=PartitionSpec())
 
     @property
     def shard(self) -> tuple[int, ...]:
@@ -95,8 +95,8 @@ class Layout:
         """The layout of `size` such arrays stacked along a new dim 0, which these axes split."""
         spec = PartitionSpec(as_axes(axes), *self.spec)
         stored, parts = (size, *self.stored), (size, *self.parts)
-        left = PartitionSpec(None, *self.left) if any(self.left) else self.left
-        return Layout((size, *self.shape), self.dtype, spec, stored, parts, self.stack_dims + 1, left)
+        automatic = PartitionSpec(None, *self.automatic) if any(self.automatic) else self.automatic
+        return Layout((size, *self.shape), self.dtype, spec, stored, parts, self.stack_dims + 1, automatic)
 
     def sliced(self, ndim: int) -> "Layout":
         """The layout of one entry along the first dims, which must not be split, so that `ndim` stored dims remain."""
@@ -105,8 +105,8 @@ class Layout:
             return self
         assert all(parts == 1 for parts in self.parts[:drop])
         spec = PartitionSpec(*tuple(self.spec)[drop:])
-        stack, left = max(self.stack_dims - drop, 0), PartitionSpec(*tuple(self.left)[drop:])
-        return Layout(self.shape[drop:], self.dtype, spec, self.stored[drop:], self.parts[drop:], stack, left)
+        stack, automatic = max(self.stack_dims - drop, 0), PartitionSpec(*tuple(self.automatic)[drop:])
+        return Layout(self.shape[drop:], self.dtype, spec, self.stored[drop:], self.parts[drop:], stack, automatic)
 
     @cached_property
     def axes(self) -> tuple[str, ...]:

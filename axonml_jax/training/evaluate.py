@@ -671,7 +671,7 @@ class Forward:
         parts, dims = self._batch_dims(variables, arrays, static)
         split = self._position_dims(parts, dims, variables, arrays, static)
         self._refuse_merged(parts, dims, split, arrays, static)
-        splitting = {axis: placement.degrees.get(axis, 1) for axis in SPLITTING if axis not in placement.left}
+        splitting = {axis: placement.degrees.get(axis, 1) for axis in SPLITTING if axis not in placement.automatic}
         if all(degree == 1 for degree in splitting.values()):
             return dims, split, jax.tree.map(lambda _: (), dims)
 

@@ -3,7 +3,7 @@
 import abc
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -42,16 +42,42 @@ from axonml_jax.training.objective import (
 # Gradients summed over microbatches: what accumulates, and which reduction waits for the last one.
 # --------------------------------------------------------------------------------------------------
 
-OneMicrobatch = Callable[
-    [PyTree, jax.Array, PyTree, Collection[AxisNames] | None, list[Partial] | None],
-    tuple[list[Partial], Any, PyTree, list[jax.Array] | None],
-]
-"""`run(state, key, batch, axes, accumulated) -> (gradients by leaf, loss, state, left out)` of one microbatch on one rank.
+SyncAxes = Collection[AxisNames] | None
+"""The axes over which gradients of a microbatch are to be synchronized; None: all of the plan's."""
 
-Gradients are in the dtype in which they accumulate, synchronized over `axes` (None: all). `accumulated`, or None, are
-gradients synchronized over the plan's inner axes that join before the rest of the reduction. What sums of the last
-microbatch lack is left out; None: nothing is fed back.
-"""
+
+class MicrobatchGradients(NamedTuple):
+    """The gradients, loss and state of one microbatch on one rank.
+
+    Attributes:
+      grads: by leaf, in the dtype in which they accumulate, synchronized over the axes that were asked for.
+      loss: this rank's.
+      state: the model's state after the microbatch.
+      residual: the rounding error that quantized sums leave out of the gradients, by leaf; None: nothing is fed back.
+    """
+
+    grads: list[Partial]
+    loss: Any
+    state: PyTree
+    residual: list[jax.Array] | None
+
+
+class OneMicrobatch(Protocol):
+    """A function that differentiates the loss of one microbatch on one rank."""
+
+    def __call__(
+        self, state: PyTree, key: jax.Array, batch: PyTree, *, axes: SyncAxes, accumulated: list[Any] | None
+    ) -> MicrobatchGradients:
+        """Differentiate.
+
+        Args:
+          state: the model's state before the microbatch.
+          key: the microbatch's randomness.
+          batch: this rank's rows of the microbatch.
+          axes: those over which gradients are synchronized.
+          accumulated: gradients that are synchronized over `Axes.each_microbatch` already, added before the rest of the
+            reduction; with feedback and one microbatch, the last step's residual. None: nothing is added.
+        """
 
 
 class OneByOne(GradientEngine):
@@ -63,28 +89,32 @@ class OneByOne(GradientEngine):
 
     @abc.abstractmethod
     def one(self, variables: Variables) -> OneMicrobatch:
-        """What differentiates one microbatch."""
+        """The function that differentiates one microbatch, with parameters read as the engine reads them."""
 
     def differentiate(self, variables: Variables, key: jax.Array, batch: PyTree) -> Differentiated:
-        """Accumulate."""
+        """Sum gradients over the microbatches of a step, and over ranks."""
         placement = self.placement
         count, rank = placement.plan.microbatches, key_number(placement)
         by_rows = placement.plan.draws == "rows"
         keys = part_keys(placement, key, batch, count) if by_rows else [shard_key(key, a, rank) for a in range(count)]
         batches = None if count == 1 else self._batches(variables, keys, batch)
-        run, left = self.one(variables), None
+        run, first = self.one(variables), None
         if self.left_out is not None:
-            left = parts_of(placement, jax.tree.leaves(self.left_out))
+            first = parts_of(placement, jax.tree.leaves(self.left_out))
+        axes = None if self.sync else ()
         if count == 1:
-            grads, loss, state, left = run(variables.state, keys[0], batch, None if self.sync else (), left)
-            losses = jax.tree.map(lambda x: x[None], loss)
+            made = run(variables.state, keys[0], batch, axes=axes, accumulated=first)
+            made = made._replace(loss=jax.tree.map(lambda x: x[None], made.loss))
         else:
-            grads, losses, state, left = self._accumulated(run, variables.state, keys, batches, left)
+            made = self._accumulated(run, variables.state, keys, batches, first)
         tree = lambda leaves: jax.tree.unflatten(jax.tree.structure(variables.params), leaves)
-        known = lacking(placement, None if self.sync else ())
-        grads = [grad.taken(known) for grad in grads]
+        unreduced = lacking(placement, axes)
         return Differentiated(
-            tree(grads), losses, state, None if left is None else tree(left), self.objective.finish(batches)
+            grads=tree([grad.taken(unreduced) for grad in made.grads]),
+            losses=made.loss,
+            state=made.state,
+            left_out=None if made.residual is None else tree(made.residual),
+            finish=self.objective.finish(batches),
         )
 
     def _batches(self, variables: Variables, keys: list, batch: PyTree) -> PyTree:
@@ -95,7 +125,10 @@ class OneByOne(GradientEngine):
             raise ValueError(NO_SCALE)
         return rest_of(self.placement).swept(self.objective, variables, jnp.stack(keys), batch, batches)
 
-    def _accumulated(self, run: OneMicrobatch, state: PyTree, keys: list, batches: PyTree, first: list[Partial] | None):
+    def _accumulated(
+        self, run: OneMicrobatch, state: PyTree, keys: list, batches: PyTree, first: list[Partial] | None
+    ) -> MicrobatchGradients:
+        """Sums the gradients of several microbatches; the losses are stacked. `first` is what gradients begin with."""
         placement, sync = self.placement, self.sync
         inner = placement.axes.each_microbatch if sync else ()
         outer = [axis for axis in placement.strategies if axis not in inner] if sync else []
@@ -103,22 +136,36 @@ class OneByOne(GradientEngine):
         if not (placement.reducer.overlaps and waits):
             grads, losses, state = self._loop(run, state, keys, batches, inner, first)
             layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
-            left = None if self.feedback is None else _left_out(self.feedback, placement, grads, layouts)
-            return placement.sync_buckets(grads, layouts, axes=outer) if outer else grads, losses, state, left
+            residual = None if self.feedback is None else _residual(self.feedback, placement, grads, layouts)
+            if outer:
+                grads = placement.sync_buckets(grads, layouts, axes=outer)
+            return MicrobatchGradients(grads, losses, state, residual)
         head, last = jax.tree.map(lambda x: x[:-1], batches), jax.tree.map(lambda x: x[-1], batches)
         grads, losses, state = self._loop(run, state, keys[:-1], head, inner, first)
-        grads, loss, state, left = run(state, keys[-1], last, None, grads)
-        return grads, jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), losses, loss), state, left
+        made = run(state, keys[-1], last, axes=None, accumulated=grads)
+        return made._replace(loss=jax.tree.map(lambda a, b: jnp.concatenate([a, b[None]]), losses, made.loss))
 
     def _loop(
         self, run: OneMicrobatch, state: PyTree, keys: list, batches: PyTree, inner: tuple[AxisNames, ...], first: Any
     ):
-        """`first`: what gradients begin with; None: zeros."""
+        """Sums gradients over microbatches in a scan, synchronized over `inner` after each of them.
+
+        Args:
+          run: differentiates one microbatch.
+          state: the model's state before the first of them.
+          keys: the randomness of each.
+          batches: this rank's rows, with a dim 0 of microbatches.
+          inner: axes over which gradients are synchronized after every microbatch.
+          first: what gradients begin with; None: zeros.
+
+        Returns:
+          Gradients, losses stacked by microbatch, and the model's state after the last.
+        """
         placement = self.placement
         layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
         reduced = flat_axes(inner)
-        left = [axis for axis in placement.axes.batch if axis not in reduced]
-        axes = [(*left, *layout.axes) for layout in layouts]
+        unreduced = [axis for axis in placement.axes.batch if axis not in reduced]
+        axes = [(*unreduced, *layout.axes) for layout in layouts]
         shapes = [layout.shard if inner else read_shape(placement, layout) for layout in layouts]
         kinds = [placement.plan.precision.accumulate_dtype(layout.dtype) for layout in layouts]
         if first is None:
@@ -130,16 +177,16 @@ class OneByOne(GradientEngine):
         def body(carry, xs):
             grads, state = carry
             key, batch = xs
-            more, loss, state, _ = run(state, key, batch, inner, None)
-            more = [m.astype(g.value.dtype) for g, m in zip(grads, more, strict=True)]
+            made = run(state, key, batch, axes=inner, accumulated=None)
+            more = [m.astype(g.value.dtype) for g, m in zip(grads, made.grads, strict=True)]
             more = [m.map(partial(vary, axes=own)) for m, own in zip(more, axes, strict=True)]
-            return ([g + m for g, m in zip(grads, more, strict=True)], state), loss
+            return ([g + m for g, m in zip(grads, more, strict=True)], made.state), made.loss
 
         (grads, state), losses = jax.lax.scan(body, (first, state), (jnp.stack(keys), batches))
         return grads, losses, state
 
 
-def _left_out(feedback: Feedback, placement: Placement, grads: list[Partial], layouts: list[Layout]) -> list[jax.Array]:
+def _residual(feedback: Feedback, placement: Placement, grads: list[Partial], layouts: list[Layout]) -> list[jax.Array]:
     """Returns the rounding error that quantized sums will leave out, of gradients that are summed over no axis yet."""
     return feedback.left_out([grad.taken(lacking(placement, ())) for grad in grads], layouts)
 
@@ -147,8 +194,9 @@ def _left_out(feedback: Feedback, placement: Placement, grads: list[Partial], la
 def _typed_carry(run: OneMicrobatch, state: PyTree, key: jax.Array, batch: PyTree, inner: Any) -> PyTree:
     """Types the model's state as varying over the axes over which it varies after a microbatch, so that a scan may carry it."""
     leaves, treedef = jax.tree.flatten(state)
+    after = lambda s: jax.tree.leaves(run(treedef.unflatten(s), key, batch, axes=inner, accumulated=None).state)
     for _ in leaves:
-        traced = trace(lambda s: jax.tree.leaves(run(treedef.unflatten(s), key, batch, inner, None)[2]), leaves)
+        traced = trace(after, leaves)
         wider = [vary_like(leaf, aval) for leaf, aval in zip(leaves, traced.made, strict=True)]
         if all(new is old for new, old in zip(wider, leaves, strict=True)):
             break
@@ -162,10 +210,10 @@ def _typed_carry(run: OneMicrobatch, state: PyTree, key: jax.Array, batch: PyTre
 
 
 class AtOnce(OneByOne):
-    """All parameters are read at the start of the step, or each bucket where it is first used."""
+    """DDP, ZeRO-1 and 2: all parameters are read at the start of the step, or each bucket where it is first used."""
 
     def one(self, variables: Variables) -> OneMicrobatch:
-        """See `OneMicrobatch`."""
+        """The function that differentiates one microbatch, with all parameters gathered before, or bucket by bucket."""
         placement = self.placement
         frozen = read_tree(placement, variables.frozen, placement.frozen)
         overlaps = self.sync and placement.reducer.overlaps
@@ -176,30 +224,35 @@ class AtOnce(OneByOne):
 
 
 class _Once:
+    """Differentiates one microbatch (`OneMicrobatch`) by parameters that are read at once (`AtOnce`)."""
+
     def __init__(self, engine: AtOnce, params: PyTree, frozen: PyTree, read: PyTree | None, overlaps: bool):
-        self.placement, self.params, self.read, self.overlaps = engine.placement, params, read, overlaps
-        self.objective, self.frozen = engine.objective, frozen
+        self.placement, self.objective = engine.placement, engine.objective
+        self.params, self.frozen = params, frozen
+        self.read, self.overlaps = read, overlaps
         self.model, self.whole_loss = engine.objective.model, engine.objective.differentiable(engine.parts, frozen)
         self.layouts = jax.tree.leaves(self.placement.params, is_leaf=is_layout)
         self.feedback = engine.feedback
 
     def __call__(
-        self, state: PyTree, key: jax.Array, batch: PyTree, axes: Collection[AxisNames] | None, accumulated: Any
-    ) -> tuple[list[Partial], Any, PyTree, list[jax.Array] | None]:
+        self, state: PyTree, key: jax.Array, batch: PyTree, *, axes: SyncAxes, accumulated: list[Any] | None
+    ) -> MicrobatchGradients:
         if self.overlaps and axes != ():
             return self._overlapped(state, key, batch, axes, accumulated)
         loss = self._loss(self.read, (state, key, batch))
         (_, (loss, state)), grads = jax.value_and_grad(loss, has_aux=True)(self.read, state, key, batch)
-        leaves, left = parts_of(self.placement, jax.tree.leaves(grads)), None
+        leaves, residual = parts_of(self.placement, jax.tree.leaves(grads)), None
+        widened = map(partial(accumulating, self.placement), leaves, self.layouts)
         if axes == ():
-            return list(map(partial(accumulating, self.placement), leaves, self.layouts)), loss, state, None
+            return MicrobatchGradients(list(widened), loss, state, None)
         if self.feedback is not None:
-            wholes = zip(map(partial(accumulating, self.placement), leaves, self.layouts), accumulated, strict=True)
-            leaves = [grad + more for grad, more in wholes]
-            left = _left_out(self.feedback, self.placement, leaves, self.layouts)
-        return self.placement.sync_buckets(leaves, self.layouts, axes), loss, state, left
+            assert accumulated is not None
+            leaves = [grad + more for grad, more in zip(widened, accumulated, strict=True)]
+            residual = _residual(self.feedback, self.placement, leaves, self.layouts)
+        return MicrobatchGradients(self.placement.sync_buckets(leaves, self.layouts, axes), loss, state, residual)
 
-    def _overlapped(self, state, key, batch, axes, accumulated):
+    def _overlapped(self, state, key, batch, axes, accumulated) -> MicrobatchGradients:
+        """Reduces each bucket of gradients in the backward, by hooks where its parameters are read."""
         args, placement = (state, key, batch), self.placement
         seen = read_tree(placement, self.params, placement.params) if self.read is None else self.read
         from axonml_jax.parallel.units import overlapped
@@ -219,10 +272,11 @@ class _Once:
         more = None if accumulated is None else treedef.unflatten([each.taken(inner) for each in accumulated])
         if self.feedback is None:
             (_, (loss, state)), grads = jax.value_and_grad(hooked, has_aux=True)(carriers, more, *args)
-            return parts_of(placement, jax.tree.leaves(grads), reduced), loss, state, None
+            return MicrobatchGradients(parts_of(placement, jax.tree.leaves(grads), reduced), loss, state, None)
         both = jax.value_and_grad(hooked, argnums=(0, 1), has_aux=True)
-        (_, (loss, state)), (grads, left) = both(carriers, more, *args)
-        return parts_of(placement, jax.tree.leaves(grads), reduced), loss, state, jax.tree.leaves(left)
+        (_, (loss, state)), (grads, residual) = both(carriers, more, *args)
+        summed = parts_of(placement, jax.tree.leaves(grads), reduced)
+        return MicrobatchGradients(summed, loss, state, jax.tree.leaves(residual))
 
     def _loss(self, read: PyTree, args: tuple) -> Callable:
         strategies, remat = self.placement.strategies.values(), self.placement.plan.remat
@@ -241,15 +295,15 @@ class ByUnit(OneByOne):
     """ZeRO-3: only the units at work, and those that are prefetched, are gathered."""
 
     def one(self, variables: Variables) -> OneMicrobatch:
-        """See `OneMicrobatch`."""
+        """The function that differentiates one microbatch, gathering the parameters of each unit where it is used."""
         loss = self.objective.differentiable_with_frozen(self.parts)
         from axonml_jax.parallel.units import Replayed
 
         replayed, given = Replayed(self.placement, self.objective.model), (variables.params, variables.frozen)
 
-        def run(state, key, batch, axes, accumulated):
+        def run(state, key, batch, *, axes, accumulated) -> MicrobatchGradients:
             (loss_, state), grads = replayed.value_and_grad(loss, *given, (state, key, batch), axes, accumulated)
-            return grads, loss_, state, None
+            return MicrobatchGradients(grads, loss_, state, None)
 
         return run
 
@@ -327,7 +381,9 @@ def summed(losses: Loss, placement: Placement, sync: bool) -> Loss:
         with jax.named_scope("axonml.metrics"):
             # XLA cannot partition a sum over one rank of what is split along axes left to it.
             alone = (
-                bool(placement.left) and placement.ranks(placement.axes.synced) == 1 and not placement.plan.check_vma
+                bool(placement.automatic)
+                and placement.ranks(placement.axes.synced) == 1
+                and not placement.plan.check_vma
             )
             leaves = all_reduce_leaves(leaves, () if alone else placement.axes.synced, flat=len(leaves) > 1)
     return treedef.unflatten(leaves)

@@ -164,7 +164,7 @@ class TrainStep:
             axis_names=self.placement.axes.manual,
             check_vma=self.placement.plan.check_vma,
         )(state, batch)
-        if self.placement.left:  # the partitioner is told what it would be free to choose
+        if self.placement.automatic:  # the partitioner is told what it would be free to choose
             new = jax.lax.with_sharding_constraint(new, shardings(self.state_specs(new), self.mesh))
         return new, metrics
 
@@ -255,7 +255,7 @@ def whole_batch(placement: Placement, loss_fn: LossFn, sync: bool = True) -> "Wh
     from axonml_jax.meaning.whole_batch import MixingRows, WholeBatch
 
     split = {axis for axis, size in placement.degrees.items() if size > 1}
-    in_layers = not split.isdisjoint(set(LAYER_AXES).difference(placement.left))
+    in_layers = not split.isdisjoint(set(LAYER_AXES).difference(placement.automatic))
     together = lambda names: tuple(axis for axis in names if axis not in apart)
     layout, rows = placement.batch_layout, together(placement.batch_layout.rows)
     trained = jax.tree.leaves(placement.params, is_leaf=is_layout)
