@@ -1,4 +1,4 @@
-"""What strategies keep from one step to the next: a state of their own, and what sums of gradients left out."""
+"""State that a step keeps for its strategies, and for error feedback, from one step to the next."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -43,11 +43,11 @@ class BetweenSteps(StepTransform):
     rest: Rest
 
     def kept(self) -> dict[str, Kept]:
-        """As an optimizer's state."""
+        """One entry: the strategies' states, which rest as an optimizer's state does."""
         return {"strategies": AsOptimizer(self.rest, "strategies", partial(first_states, self.placement))}
 
     def around_gradients(self, run: Differentiate) -> Differentiate:
-        """Of what strategies read in the place of resting shards."""
+        """Differentiates at the parameters that each strategy reads in the place of the resting ones (`Stateful.to_read`)."""
 
         def of_theirs(reading: Reading) -> Gradients:
             state = reading.state
@@ -57,7 +57,7 @@ class BetweenSteps(StepTransform):
         return of_theirs
 
     def around_update(self, run: Update) -> Update:
-        """They act on what it has made."""
+        """Lets each strategy change the updated parameters and its own state (`Stateful.after_update`)."""
 
         def acting(made: Gradients, before: TrainState) -> tuple[TrainState, Metrics]:
             after, metrics = run(made, before)
@@ -79,7 +79,7 @@ def first_states(placement: Placement, params: PyTree) -> dict[str, PyTree]:
 
 
 def to_read(placement: Placement, params: PyTree, state: Mapping[str, PyTree]) -> PyTree:
-    """What is gathered in the place of resting shards, inside `shard_map` (`Stateful.to_read`)."""
+    """The parameters that strategies gather in the place of the resting shards, inside `shard_map` (`Stateful.to_read`)."""
     for axis, each in stateful(placement).items():
         call = lambda shard, own, layout, axis=axis, each=each: each.to_read(shard, own, layout, axis)
         params = _per_leaf(placement, call, (params,), state[_name(axis)])[0]
@@ -101,7 +101,7 @@ def after_update(
 
 
 def _per_leaf(placement: Placement, call: Callable, trees: tuple, state: PyTree, pairs: bool = False) -> tuple:
-    """`call(leaves, state, layout)` of every parameter: results, or results and states, as trees."""
+    """Calls `call(*leaves, state, layout)` for every parameter; `pairs`: it returns (result, new state)."""
     leaves, treedef = jax.tree.flatten(trees[0])
     others = [jax.tree.leaves(tree) for tree in trees[1:]]
     layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
@@ -130,11 +130,11 @@ class FedBack(StepTransform):
     placement: Placement
 
     def kept(self) -> dict[str, Kept]:
-        """Of every rank."""
+        """One entry: the residual of every rank (`LeftOut`)."""
         return {"left_out": LeftOut(self.placement)}
 
     def around_gradients(self, run: Differentiate) -> Differentiate:
-        """They begin with it."""
+        """Passes the last step's residual to `gradients`, which adds it to this step's gradients."""
 
         def beginning(reading: Reading) -> Gradients:
             return run(reading._replace(options={**reading.options, "left_out": reading.state.left_out}))
@@ -142,7 +142,7 @@ class FedBack(StepTransform):
         return beginning
 
     def around_update(self, run: Update) -> Update:
-        """What this step's sums leave out is kept."""
+        """Keeps the residual of this step's gradient sums for the next step."""
 
         def keeping(made: Gradients, before: TrainState) -> tuple[TrainState, Metrics]:
             after, metrics = run(made, before)
@@ -153,37 +153,37 @@ class FedBack(StepTransform):
 
 @dataclass(frozen=True)
 class LeftOut(Kept):
-    """[ranks, *shape] for every trained parameter, in the dtype in which its gradients accumulate."""
+    """The residuals of error feedback: [ranks, *shape] for every trained parameter, in its accumulation dtype."""
 
     placement: Placement
 
     def first(self, params: PyTree, mesh: Mesh) -> PyTree:
-        """Zeros, made where they will live."""
+        """Zeros, created under `jit` on the devices where they rest."""
         return jax.jit(self._zeros, out_shardings=shardings(each_ranks_specs(self.placement), mesh))()
 
     def shapes(self, shapes: Any) -> PyTree:
-        """Zeros."""
+        """Zeros of the residuals' shapes."""
         return self._zeros()
 
     def specs(self, value: PyTree, *, between: bool) -> PyTree:
-        """A dim of ranks in front."""
+        """The specs of arrays that are stacked by rank along dim 0."""
         return each_ranks_specs(self.placement)
 
     def enter(self, value: PyTree) -> PyTree:
-        """This rank's own."""
+        """This rank's residual, inside `shard_map`."""
         return single(value)
 
     def leave(self, value: PyTree) -> PyTree:
-        """The inverse."""
+        """This rank's residual as its entry of the stack; the inverse of `enter`."""
         return stacked(value, self.placement.axes.batch)
 
     def leaves(self, value: PyTree) -> dict[str, Leaf]:
-        """By their parameters' names."""
+        """The residuals by the names that they have in checkpoints."""
         entries = f"one entry for each of {self.placement.batch_layout.degree} ranks"
         return {LEFT_OUT + name: Leaf(array, entries=entries) for name, array in named_leaves(value).items()}
 
     def filled(self, like: PyTree, arrays: Mapping[str, Any]) -> PyTree:
-        """What is missing begins with nothing."""
+        """The residuals of a checkpoint; zeros where it holds none."""
         found = [arrays.get(LEFT_OUT + name) for name in named_leaves(like)]
         leaves, treedef = jax.tree.flatten(like)
         zeros = lambda leaf: jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), leaf.sharding)

@@ -1,4 +1,4 @@
-"""A step within a number of bytes: what units keep is chosen, compiled, measured, and chosen again."""
+"""Choosing what units recompute so that a step fits into a number of bytes: choose, compile, measure, choose again."""
 
 import copy
 import logging
@@ -25,16 +25,16 @@ _RATES = {
     "gpu": Rates(5e14, 3e12, 2e11, host=5e14 * SENDS["cuda"]),
     "tpu": Rates(2e14, 1e12, 1e11, host=2e14 * SENDS["tpu"]),
 }
-"""Of devices by platform, in round numbers: only how work compares with traffic decides. XLA for CPUs sends nothing."""
+"""Speeds of devices by platform, in round numbers: only how work compares with traffic decides. XLA for CPUs sends nothing."""
 
 _HALVED, _MUCH_LEFT = 2, 0.8
-"""How many choices are compiled between what fits and what does not, where what fits fills less of its budget."""
+"""The most choices that are compiled between what fits and what does not, and the share of the budget above which none is."""
 
 _AND_SOME = 1.25
-"""How much further than by the last two choices a third one goes down."""
+"""By how much more than the last two choices suggest the next one's allowance is lowered."""
 
 _NEAR = 0.95
-"""A step that fills so much of its budget, or repeats nothing, is not chosen again."""
+"""A choice whose peak fills this share of the budget, or that recomputes nothing, is not made again."""
 
 
 def budget_of(memory: str | float, mesh: Mesh) -> int:
@@ -57,14 +57,14 @@ def budget_of(memory: str | float, mesh: Mesh) -> int:
 
 
 def peak_of(compiled: Any) -> int:
-    """Bytes of a device that a compiled program plans with: arguments, results in no argument's place, and temporaries."""
+    """Peak bytes of a device by the compiler's plan: arguments, results that reuse no argument's buffer, temporaries."""
     found = compiled.memory_analysis()
     own = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
     return int(own + found.temp_size_in_bytes)
 
 
 def foreseen(placement: Placement, mesh: Mesh, args: tuple) -> Placement:
-    """The placement of a step that takes what a trace alone chooses within its plan's `memory`, where nothing is compiled.
+    """The placement of a step whose recomputation is chosen within its plan's `memory` from a trace alone, uncompiled.
 
     The compiler of a machine that is not the one to train on says nothing about the peak. Within a share of an unknown device
     nothing is recomputed.
@@ -83,7 +83,7 @@ def foreseen(placement: Placement, mesh: Mesh, args: tuple) -> Placement:
 
 
 class Budgeted:
-    """In the place of a step's `Compiled`: for arrays of each kind the program that fits the plan's `memory`.
+    """Stands for a step's `Compiled`: chooses and compiles, for arrays of each kind, the program that fits the plan's `memory`.
 
     What is chosen from a trace is compiled, and the compiler's plan is read. Where it is above the budget, or leaves much of it
     while work is repeated, the choice is made again with the difference; where that is above it too, once more. Where all are
@@ -107,7 +107,7 @@ class Budgeted:
         self.found: Recompute | str | None = None
 
     def __call__(self, *args: Any) -> Any:
-        """Run it."""
+        """Runs the program that fits, choosing it first for arrays of a new kind."""
         return self._of(args)(*args)
 
     def inlined(self, *args: Any) -> Any:
@@ -122,15 +122,15 @@ class Budgeted:
         )
 
     def trace(self, *args: Any) -> Any:
-        """As `jax.jit`'s."""
+        """Traces the program that fits, as `jax.jit` does."""
         return self._of(args).trace(*args)
 
     def as_written(self, *args: Any) -> Any:
-        """As `Compiled.as_written`."""
+        """The traced program without the passes for CPUs (`Compiled.as_written`)."""
         return self._of(args).as_written(*args)
 
     def lower(self, *args: Any) -> Any:
-        """As `jax.jit`'s."""
+        """Lowers the program that fits, as `jax.jit` does."""
         return self._of(args).lower(*args)
 
     @property
@@ -165,7 +165,7 @@ class Budgeted:
         return found, compiled
 
     def _chosen(self, args: tuple, budget: int) -> list[tuple]:
-        """What was compiled, in order: the first choice, one or two more, what holds least."""
+        """The choices that were compiled, in order: the first one, one or two more, and the one that holds least."""
         within = partial(self._within, args, budget)
         tried = [within(budget - _resting(args))]
         staged = self._step.placement.stages is not None
@@ -193,7 +193,7 @@ class Budgeted:
         return [*tried, *self._between(within, tried, budget)]
 
     def _between(self, within: Callable[..., Any], tried: Sequence[tuple], budget: int) -> list[tuple]:
-        """Where what fits leaves much of the budget: choices between it and the one above the budget, by halves."""
+        """Bisects between the best choice that fits and the next above the budget, where the first leaves much unused."""
         fitting, above = [each for each in tried if each[1] <= budget], [each for each in tried if each[1] > budget]
         found: list[tuple] = []
         if not above:
@@ -212,7 +212,7 @@ class Budgeted:
     def _within(
         self, args: tuple, budget: int, allowance: int, known: Sequence[tuple] = (), *, as_one: bool = True
     ) -> Any:
-        """The choice within so many bytes, its peak, what runs it and the program; None: it is known.
+        """Makes and compiles the choice for an allowance: (choice, peak, `Compiled`, program); None: it is known.
 
         A host has as much memory for each of its devices as the device, or more: so much is sent there, at most.
         """
@@ -230,14 +230,14 @@ class Budgeted:
         return remat, peak_of(program), compiled, program
 
     def _with(self, remat: Any) -> Compiled:
-        """The step under its plan with this recomputation."""
+        """Compiles the step under its plan with this recomputation."""
         own, placement = copy.copy(self._step), self._step.placement
         own.placement = replace(placement, plan=replace(placement.plan, memory=None, remat=remat))
         return Compiled(own._mapped, self._mesh, lambda program: None, **self._options)
 
 
 def _steeper(before: Any, last: Any, budget: int) -> int:
-    """What is to be live, where the last of two choices was above the budget, by how the compiler's peak fell between them."""
+    """The allowance of the next choice after two above the budget, from how the compiler's peak fell between them."""
     live = last[0].live
     fell, of = before[1] - last[1], before[0].live - live
     down = _AND_SOME * (last[1] - budget) * of / fell if of * fell > 0 else math.inf

@@ -54,31 +54,31 @@ class Callback:
     """
 
     def on_step(self, event: TrainingEvent) -> None:
-        """After every update, before the devices have finished it."""
+        """Called after every update, before the devices have finished it."""
 
     def on_eval(self, event: TrainingEvent) -> None:
-        """After every validation."""
+        """Called after every validation."""
 
     def on_save(self, event: TrainingEvent) -> None:
-        """After a checkpoint is committed, and before `on_end`.
+        """Called after a checkpoint is committed, and before `on_end`.
 
         Of an asynchronous one at the next point at which all processes know it: in one process the next step or save, in
         several the next save or `CheckpointManager.wait`.
         """
 
     def on_end(self, event: TrainingEvent) -> None:
-        """Once, when the training is over, however it ended."""
+        """Called once, when the training is over, however it ended."""
 
 
 class CallbackError(RuntimeError):
-    """A callback has raised; its own exception is the cause."""
+    """Raised where a callback has raised; its own exception is the cause."""
 
 
 METHODS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 def checked(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
-    """The callbacks.
+    """Checks a list of callbacks, and returns them as a tuple.
 
     Raises:
       TypeError: naming what is none, and methods that nobody would call.
@@ -132,7 +132,7 @@ def rewrites(file: TextIO) -> bool:
 
 
 class OneLine:
-    """Texts of which the last is seen, and those that stay above it.
+    """Texts on one line of output, each written over the last; some are kept above it.
 
     Args:
       file: a stream that `rewrites`.
@@ -278,7 +278,7 @@ def as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """What turns a step's duration into speeds.
+    """Turns a step's duration into speeds: tokens per second, and model FLOPs utilization.
 
     Attributes:
       tokens_per_step: tokens (or other units) of a global batch.
@@ -302,7 +302,7 @@ class Throughput:
     before: int = 0
 
     def total(self, step: int) -> int:
-        """Tokens of all steps up to one."""
+        """The number of tokens in all steps up to `step`."""
         return self.before + step * self.tokens_per_step
 
     def of(self, *, num_steps: int, seconds: float) -> dict[str, float]:

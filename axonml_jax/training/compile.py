@@ -60,7 +60,7 @@ def compiler_options(placement: Placement, mesh: Mesh) -> dict[str, str] | None:
 
 
 class Compiled:
-    """A jitted function that on CPUs is run as XLA:CPU needs it.
+    """A jitted function, run with the passes that XLA:CPU needs where its mesh is on CPUs.
 
     The ranks' collectives cannot overtake each other (`program/on_cpu.py`): where they could, on several
     devices, what was traced is run in an order. And gradients of kernels are multiplied fast
@@ -97,7 +97,7 @@ class Compiled:
         self._outside: Outside | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
+        """Runs the function."""
         while True:
             try:
                 with self._reading():
@@ -130,17 +130,17 @@ class Compiled:
         return self._inner._again("__call__", shapes, {}, args)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """As `jax.jit`'s."""
+        """Traces it, as `jax.jit` does, with the passes for CPUs."""
         return self._again("trace", args, kwargs)
 
     def as_written(self, *args: Any) -> Any:
-        """As `trace`, without what CPUs need: what was traced for a call on arguments like these."""
+        """What was traced for a call on arguments like these, without the passes for CPUs."""
         with self._reading():
             kept = self._written.get(self._like(args, {}))
         return self.trace(*args) if kept is None else kept
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As `jax.jit`'s."""
+        """Lowers it, as `jax.jit` does, with the passes for CPUs."""
         return self._again("lower", args, kwargs)
 
     def _again(self, name: str, args: tuple, kwargs: dict, given: tuple | None = None) -> Any:
@@ -163,7 +163,7 @@ class Compiled:
         return anew
 
     def compile(self, *args: Any) -> Any:
-        """The program that a call with such arguments runs; of one that has `accept`."""
+        """The compiled program that a call with such arguments runs; only of a function that has `accept`."""
         self.trace(*args)  # says how placements are read
         with self._reading():
             return self._accepted_for(self._choose(args, {}), args, {})
@@ -213,11 +213,11 @@ class Compiled:
         return self._known[like]
 
     def changed(self) -> list[str]:
-        """What its programs have as constants and the user's function would read otherwise now, by name."""
+        """Names of what its programs hold as constants, and the user's function would read otherwise now."""
         return [] if self._outside is None else self._outside.changed()
 
     def _note(self, traced: Any) -> None:
-        """Know of what was traced just now, and of its constants."""
+        """Remembers the constants of a traced program, which `Outside` compares with what the user's function reads."""
         if self._reads is None or not (constants := constants_within(traced.jaxpr)):
             return
         from axonml_jax.training.outside import Outside
@@ -229,7 +229,7 @@ class Compiled:
         return trace_settings(), _types(args[1:]), *kwargs.items()
 
     def _changed(self, traced: Any, types: Any, overlaps: bool) -> Any:
-        """What was traced on arguments of some types, as a jitted function that does it as XLA:CPU needs it."""
+        """A jitted function that runs what was traced as XLA:CPU needs it; arguments of other types are traced anew."""
 
         from axonml_jax.program.on_cpu import collectives_in_order, with_transposed_operands
         from axonml_jax.program.program import read_program, run_program
@@ -267,7 +267,7 @@ _NOTE = "axonml_jax has left its own frames out above code that it called; JAX_T
 
 
 class _Folding:
-    """Within this context errors in code that is called back, such as a loss, lose this library's frames above it.
+    """Context in which errors of code that is called back, such as a loss, lose this library's frames above it.
 
     As JAX's traceback filtering does, and switched off as that is (`jax_traceback_filtering`). Errors of the library itself
     keep all their frames. It is no decorator, whose own frame would stand between a step and its loss.

@@ -1,4 +1,4 @@
-"""What a training step is composed of: three functions, transforms around them, and what these keep between steps.
+"""The composition of a training step: three functions, transforms around them, and the state that these keep between steps.
 
 A step is three functions, one inside the other: the whole step, what takes gradients, and what updates. A transform wraps those
 of them that it changes and knows of no other transform. `training/transforms.py` lists all that there are, in their order.
@@ -30,7 +30,7 @@ Metrics = dict[str, jax.Array]
 
 
 class Gradients(NamedTuple):
-    """What one step's differentiation gives on one rank.
+    """Gradients, loss, metrics and model state of one step, on one rank.
 
     Attributes:
       grads: synchronized gradients of the resting parameters.
@@ -50,7 +50,7 @@ class Gradients(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What gradients are taken of, on one rank.
+    """The arguments of a step's differentiation, on one rank.
 
     Attributes:
       state: this rank's own, as it is before the step.
@@ -67,25 +67,25 @@ Step = Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]
 """`step(state, batch) -> (state, metrics)`, inside `shard_map`, of states as they rest."""
 
 Differentiate = Callable[[Reading], Gradients]
-"""`differentiate(reading) -> made`, of what is this rank's own."""
+"""`differentiate(reading) -> made`, on this rank's values."""
 
 Update = Callable[[Gradients, TrainState], tuple[TrainState, Metrics]]
-"""`update(made, before) -> (after, metrics)`, of what is this rank's own: other parameters, buffers, extras."""
+"""`update(made, before) -> (after, metrics)`, on this rank's values: it changes parameters, buffers and extras."""
 
 
 class StepTransform:
     """One capability of a step. Every `around_...` gives the function back, or another in its place that calls it."""
 
     def kept(self) -> "dict[str, Kept]":
-        """What it keeps from one step to the next, by its name in `TrainState.extras`."""
+        """The state that it keeps from one step to the next, by name in `TrainState.extras`."""
         return {}
 
     def around_step(self, run: Step) -> Step:
-        """The whole step."""
+        """Wraps the function of the whole step."""
         return run
 
     def around_gradients(self, run: Differentiate) -> Differentiate:
-        """What takes gradients."""
+        """Wraps the function that differentiates."""
         return run
 
     def around_update(self, run: Update) -> Update:
@@ -94,7 +94,7 @@ class StepTransform:
 
 
 def composed(run: Callable, around: str, transforms: tuple[StepTransform, ...]) -> Callable:
-    """A function with all transforms around it, the first of them outermost.
+    """Wraps a function in all transforms, the first of them outermost.
 
     >>> class Twice(StepTransform):
     ...     def around_step(self, run):
@@ -117,11 +117,11 @@ class Kept(abc.ABC):
 
     @abc.abstractmethod
     def first(self, params: PyTree, mesh: Mesh) -> PyTree:
-        """That of a run that begins with these resting parameters, made where it will live."""
+        """Its value for a run that begins with these resting parameters, created where it will live."""
 
     @abc.abstractmethod
     def shapes(self, shapes: Variables) -> PyTree:
-        """That of a model of these shapes, as zeros: for `jax.eval_shape`."""
+        """Its value for a model of these shapes, as zeros: for `jax.eval_shape`."""
 
     @abc.abstractmethod
     def specs(self, value: PyTree, *, between: bool) -> PyTree:
@@ -129,14 +129,14 @@ class Kept(abc.ABC):
 
     @abc.abstractmethod
     def leaves(self, value: PyTree) -> dict[str, Leaf]:
-        """By the names that it has in checkpoints."""
+        """Its arrays by the names that they have in checkpoints."""
 
     @abc.abstractmethod
     def filled(self, like: PyTree, arrays: Mapping[str, Any]) -> PyTree:
-        """The inverse of `leaves`: a value like one, of arrays by these names."""
+        """The inverse of `leaves`: a value like `like` from arrays by these names."""
 
     def enter(self, value: PyTree) -> PyTree:
-        """This rank's own, inside `shard_map`."""
+        """This rank's part of its value, inside `shard_map`."""
         return value
 
     def leave(self, value: PyTree) -> PyTree:
@@ -146,7 +146,7 @@ class Kept(abc.ABC):
 
 @dataclass(frozen=True)
 class AsOptimizer(Kept):
-    """What lives, and is named, as an optimizer's state: an array of a parameter's shape rests as the parameter does.
+    """State that rests and is named like an optimizer's: an array of a parameter's shape rests as the parameter does.
 
     Attributes:
       rest: how a step's state rests.
@@ -160,42 +160,42 @@ class AsOptimizer(Kept):
 
     @cached_property
     def optimizer(self) -> RestingOptimizer:
-        """One with this state, which does nothing."""
+        """An optimizer with this state, whose update does nothing."""
         nothing = lambda updates, state, params=None: (updates, state)
         return self.rest.optimizer(optax.GradientTransformation(lambda params: self.make(params), nothing))
 
     def first(self, params: PyTree, mesh: Mesh) -> PyTree:
-        """Each leaf made where it will live."""
+        """The first value, each leaf created where it will live."""
         return self.optimizer.first(params, mesh)
 
     def shapes(self, shapes: Variables) -> PyTree:
-        """As zeros."""
+        """The first value's shapes, as zeros."""
         return self.optimizer.shapes(shapes)
 
     def specs(self, value: PyTree, *, between: bool) -> PyTree:
-        """As an optimizer's."""
+        """The specs of an optimizer's state."""
         return (self.optimizer.between() if between else self.optimizer).specs()
 
     def enter(self, value: PyTree) -> PyTree:
-        """This rank's entry."""
+        """This rank's part of an optimizer's state."""
         return self.rest.local(value)
 
     def leave(self, value: PyTree) -> PyTree:
-        """The inverse."""
+        """The inverse of `enter`."""
         return self.rest.stored(value)
 
     def leaves(self, value: PyTree) -> dict[str, Leaf]:
-        """With their layouts."""
+        """Its arrays with their layouts, by their names in checkpoints."""
         found = named_leaves(self.optimizer.leaves(value))
         return {f"{self.name}/{name}": leaf for name, leaf in found.items()}
 
     def filled(self, like: PyTree, arrays: Mapping[str, Any]) -> PyTree:
-        """Of arrays by these names."""
+        """The value from arrays by their names in checkpoints."""
         return self.optimizer.resting(like, lambda tree: filled(f"{self.name}/", tree, arrays))
 
 
 def filled(prefix: str, like: PyTree, arrays: Mapping[str, Any]) -> PyTree:
-    """A tree like one, of the arrays that have its leaves' names behind a prefix."""
+    """A tree like `like` from the arrays whose names are a prefix and its leaves' names."""
     return jax.tree.unflatten(jax.tree.structure(like), [arrays[prefix + name] for name in named_leaves(like)])
 
 

@@ -1,4 +1,4 @@
-"""Forward and evaluation: outputs made whole, gradients by hand."""
+"""Programs beside the train step: gradients alone, the model's forward pass, evaluation and prediction."""
 
 import functools
 import inspect
@@ -73,7 +73,7 @@ class Differentiate:
             return bound_run_ahead(self._compiled(variables, key, self.placement.batch_layout.place(batch, self.mesh)))
 
     def changed(self) -> list[str]:
-        """What the loss reads outside and was changed since it was compiled, by name."""
+        """Names of what the loss reads from outside and was changed since it was compiled."""
         return self._compiled.changed()
 
     def _check(self, batch: PyTree) -> None:
@@ -188,7 +188,7 @@ def _sync_program(placement: Placement, mesh: Mesh) -> Any:
 
 
 def hooks_program(model: Functional, placement: Placement, mesh: Mesh) -> Callable[[PyTree], PyTree]:
-    """`run(state) -> state`: every module's `after_update` runs once, for those who update parameters themselves."""
+    """Compiles `run(state) -> state`, which calls every module's `after_update` once, for users with their own updates."""
 
     def local(state: PyTree) -> PyTree:
         rest = rest_of(placement)
@@ -204,7 +204,7 @@ def hooks_program(model: Functional, placement: Placement, mesh: Mesh) -> Callab
 
 
 def equalize(variables: Variables, placement: Placement, mesh: Mesh) -> Variables:
-    """The first rank's variables on every rank that holds the same part of them, bit for bit (`sync_parameters`)."""
+    """Copies the first rank's variables to every rank that holds the same part of them, bit for bit (`sync_parameters`)."""
     rest = rest_of(placement)
     specs = rest.specs(variables)
     state = jax.tree.map(lambda _: PartitionSpec(), variables.state)
@@ -245,11 +245,11 @@ class Evaluated(NamedTuple):
     rows: int
 
     def weight(self, name: str) -> Any:
-        """What one of the values counts for."""
+        """The weight of one of the values in a mean over batches."""
         return self.weights.get(name, self.rows)
 
     def merged(self, other: "Evaluated") -> "Evaluated":
-        """That of two batches of which all is a weighted mean."""
+        """The results of two batches as of one; every value must have a weight."""
         weights = {name: weight + other.weights[name] for name, weight in self.weights.items()}
         total = lambda each, name: each.values[name] * each.weights[name].astype(each.values[name].dtype)
         values = {name: per_weight(total(self, name) + total(other, name), weights[name]) for name in self.values}
@@ -378,13 +378,13 @@ class EvalStep:
 
     @functools.cached_property
     def _everywhere(self) -> "EvalStep":
-        """With all rows on every shard, at once."""
+        """The same evaluation with all rows on every batch shard, in one microbatch."""
         placement, (model, loss_fn, accept) = self.placement, self._given
         alone = replace(placement, plan=replace(placement.plan, accumulate=1), splits_rows=False)
         return EvalStep(model, alone, self.mesh, loss_fn, accept, alike=placement.batch_layout.rows)
 
     def _noting(self, model: Any, batch: PyTree) -> Any:
-        """The user's loss; what it returns is looked at."""
+        """Calls the user's loss, and notes which of the values that it returns are weighted means."""
         returned = self._given[1](model, batch)
         self._weighted = weighted_names(returned)
         return returned
@@ -418,7 +418,7 @@ class EvalStep:
         return self.rest.stored(jax.tree.map(self._same, ({**metrics, "loss": mean}, weights)))
 
     def _same(self, x: jax.Array) -> jax.Array:
-        """A value that is the same along `alike`, with a type that says so."""
+        """Types a value that is equal along the axes `alike` as invariant over them."""
         axes = tuple(axis for axis in self._alike if axis in varying_axes(x))
         return max_over(x, axes) if axes else x
 
@@ -440,7 +440,7 @@ def split_dims(
     typed: Callable[[], PyTree],
     padded: Collection[int] = (),
 ) -> PyTree:
-    """For every output `{dim: mesh axes}` of what is split besides rows.
+    """Tells for every output which dims besides rows are split on a rank: `{dim: mesh axes}`.
 
     Args:
       whole: the outputs' shapes on one device.
@@ -485,13 +485,13 @@ def split_dims(
 
 
 def longer_dims(known: dict, small: Any, large: Any, axis: str) -> dict[int, tuple[str, ...]]:
-    """The dims of an output that are longer where ranks have all positions of an axis, added to what is known of them."""
+    """Adds the dims of an output that are longer where ranks have all positions of an axis to the dims that are known."""
     sizes = zip(getattr(small, "shape", ()), getattr(large, "shape", ()), strict=True)
     return {dim: (*known.get(dim, ()), axis) for dim, (a, b) in enumerate(sizes) if a != b}
 
 
 def refuse_partial(differs: Mapping[str, frozenset[str]], split: PyTree, along: Collection[str]) -> None:
-    """Refuse outputs that ranks make of their own positions and that have no positions themselves, such as a mean over them.
+    """Refuse outputs without a dim of positions that differ between ranks with different positions, such as a mean over them.
 
     Args:
       differs: over which axes each output may differ, by its path.
@@ -534,7 +534,7 @@ Arrays = Mapping[str, Any]
 
 
 def parameter_names(model: Any) -> list[str]:
-    """What a model's `__call__` calls its positional arguments; nothing where it takes any number."""
+    """Names of the positional parameters of a model's `__call__`; empty where there is no signature."""
     try:
         parameters = inspect.signature(type(model).__call__).parameters.values()
     except (TypeError, ValueError):
@@ -544,7 +544,7 @@ def parameter_names(model: Any) -> list[str]:
 
 
 def unique(names: list[str]) -> list[str]:
-    """Names of which no two are the same: a later one has its number behind it."""
+    """Makes names unique, in place: a repeated one gets its index behind it."""
     taken: set[str] = set()
     for i, name in enumerate(names):
         names[i] = f"{name}#{i}" if name in taken else name
@@ -701,7 +701,7 @@ class Forward:
     def _position_dims(
         self, parts: PyTree, dims: PyTree, variables: Variables, arrays: Arrays, static: tuple
     ) -> PyTree:
-        """For every output `{dim: axes}` of the positions that are split: those dims that are longer where ranks have all."""
+        """The dims of positions, `{dim: axes}` for every output: those that are longer where ranks have all positions."""
         placement, layout = self.placement, self.placement.batch_layout
         split = jax.tree.map(lambda _: {}, dims)
         for axis in placement.axes.positions:
@@ -719,7 +719,7 @@ class Forward:
         return split
 
     def _made_of_parts(self, variables: Variables, arrays: Arrays, static: tuple) -> dict[str, frozenset[str]]:
-        """Over which axes each output may differ, by its path, for what the model reads the same on all ranks."""
+        """The axes over which each output may differ, by its path, where the variables are the same on all ranks."""
         layout, found = self.placement.batch_layout, {}
         axes = {name: frozenset(sum(layout.split(name, x.shape).values(), ())) for name, x in arrays.items()}
 
@@ -741,7 +741,7 @@ class Forward:
         return found
 
     def _batch_dims(self, variables: Variables, arrays: Arrays, static: tuple) -> tuple[PyTree, PyTree]:
-        """One rank's outputs, and for each the dim that grows with the batch, or -1: seen by tracing two batch sizes."""
+        """One rank's output shapes, and of each the dim that grows with the batch, or -1: seen by tracing two batch sizes."""
         more = lambda x: jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype) if x.ndim else x
         layout = self.placement.batch_layout
         small = self._outputs(variables, arrays, static, layout)
@@ -749,7 +749,7 @@ class Forward:
         return small, jax.tree.map(_growing_dim, small, large)
 
     def _refuse_merged(self, parts: PyTree, dims: PyTree, split: PyTree, arrays: Arrays, static: tuple) -> None:
-        """Refuse outputs whose dim of rows is merged with others such that ranks' parts do not stand behind each other."""
+        """Refuse outputs that merge the dim of rows with another one, unless each rank's part is contiguous."""
         from axonml_jax.meaning.places import Group, Split
 
         rows, along = self.placement.batch_layout.rows, _named(split)
@@ -769,7 +769,7 @@ class Forward:
             )
 
     def _followed(self, group: Any, place: Any, arrays: Arrays, static: tuple) -> dict[str, Any]:
-        """How a group of ranks holds each output, as the model's operations make it of arrays with rows at a place."""
+        """How ranks hold every output, followed through the model's operations from arrays that are split at `place`."""
         from axonml_jax.meaning.following import Following
 
         names, own = [], replace(self.mode, batch_norm_axes=())
@@ -785,7 +785,7 @@ class Forward:
         return dict(zip(names, Following((group,)).program(program, [*fixed, *given]), strict=True))
 
     def _outputs(self, variables: Variables, arrays: Arrays, static: tuple, layout: BatchLayout) -> PyTree:
-        """One rank's outputs, of a batch that is split so."""
+        """The shapes of one rank's outputs for a batch that is split by `layout`."""
         along = {axis for axis, _ in layout.positions}
         whole = tuple(axis for axis in self.placement.axes.positions if axis not in along)
 
@@ -818,7 +818,7 @@ class Forward:
 
 
 def unpadded_dims(out: Any, split: Mapping[int, Any], shape: tuple[int, ...]) -> Any:
-    """An output without the padding of dims that ranks share unevenly.
+    """Slices off the padding of dims that ranks share unevenly.
 
     Args:
       out: as ranks' parts join.
@@ -846,7 +846,7 @@ def _growing_dim(small: Any, large: Any) -> int:
 
 
 def trained_read(step: TrainStep, variables: Variables, batch: PyTree) -> set[str]:
-    """Paths of trained parameters that reach a step's loss but through `stop_gradient`: of the traced program, not of values.
+    """Paths of trained parameters on which a step's loss depends in its traced program, but through `stop_gradient`.
 
     Args:
       step: the step.
@@ -878,7 +878,7 @@ def trained_read(step: TrainStep, variables: Variables, batch: PyTree) -> set[st
 
 
 class Predict:
-    """`predict(variables, batch) -> outputs`: of every row of a batch, in order, as whole NumPy arrays; rows are dim 0.
+    """`predict(variables, batch) -> outputs`: the outputs of every row, in order, as full NumPy arrays with rows as dim 0.
 
     Rows that do not divide over the shards are filled up, and what is made of the filling is left out. Every process must
     call it.
@@ -896,7 +896,7 @@ class Predict:
         self._key = place(jax.random.key(0), PartitionSpec(), mesh)
 
     def __call__(self, variables: Variables, batch: PyTree) -> PyTree:
-        """Run it.
+        """Runs the function on every row.
 
         Raises:
           ValueError: naming outputs whose dim 0 is not the batch's rows.
@@ -918,7 +918,7 @@ class Predict:
 
 
 def joined_rows(outputs: Sequence[PyTree]) -> PyTree:
-    """The rows of several batches behind each other.
+    """Concatenates the outputs of several batches along dim 0.
 
     Raises:
       ValueError: when there are no batches.

@@ -1,4 +1,4 @@
-"""Gradients of a step: all parameters at once or unit by unit, accumulated, summed over ranks."""
+"""Gradients of a step: the engines that read all parameters at once or unit by unit, accumulate, and sum over ranks."""
 
 import abc
 from collections.abc import Callable, Collection
@@ -68,7 +68,7 @@ class OneMicrobatch(Protocol):
     def __call__(
         self, state: PyTree, key: jax.Array, batch: PyTree, *, axes: SyncAxes, accumulated: list[Any] | None
     ) -> MicrobatchGradients:
-        """Differentiate.
+        """Differentiates the loss of one microbatch.
 
         Args:
           state: the model's state before the microbatch.
@@ -81,7 +81,7 @@ class OneMicrobatch(Protocol):
 
 
 class OneByOne(GradientEngine):
-    """One microbatch after the other.
+    """Differentiates one microbatch after the other.
 
     What is synchronized after every microbatch (ZeRO-2 and 3) accumulates as shards. The rest is reduced once: where
     reductions overlap the backward, the last microbatch is peeled off the loop, and its hooks add what accumulated.
@@ -92,7 +92,7 @@ class OneByOne(GradientEngine):
         """The function that differentiates one microbatch, with parameters read as the engine reads them."""
 
     def differentiate(self, variables: Variables, key: jax.Array, batch: PyTree) -> Differentiated:
-        """Sum gradients over the microbatches of a step, and over ranks."""
+        """Sums gradients over the microbatches of a step, and over ranks."""
         placement = self.placement
         count, rank = placement.plan.microbatches, key_number(placement)
         by_rows = placement.plan.draws == "rows"
@@ -118,7 +118,7 @@ class OneByOne(GradientEngine):
         )
 
     def _batches(self, variables: Variables, keys: list, batch: PyTree) -> PyTree:
-        """This rank's microbatches as the loss takes them."""
+        """This rank's microbatches, stacked, in the form that the loss takes; after a first sweep where it needs one."""
         batches = self.placement.batch_layout.microbatches(batch, len(keys))
         batches = self.objective.microbatches(read_shapes(self.placement, variables.state), keys[0], batch, batches)
         if self.objective.sweeps(batches) and self.parts.scale is not None:
@@ -192,7 +192,7 @@ def _residual(feedback: Feedback, placement: Placement, grads: list[Partial], la
 
 
 def _typed_carry(run: OneMicrobatch, state: PyTree, key: jax.Array, batch: PyTree, inner: Any) -> PyTree:
-    """Types the model's state as varying over the axes over which it varies after a microbatch, so that a scan may carry it."""
+    """Types the model's state as varying over the axes over which it varies after a microbatch, so that a scan can carry it."""
     leaves, treedef = jax.tree.flatten(state)
     after = lambda s: jax.tree.leaves(run(treedef.unflatten(s), key, batch, axes=inner, accumulated=None).state)
     for _ in leaves:
@@ -369,12 +369,12 @@ def engine_of(placement: Placement, sync: bool) -> type[GradientEngine]:
 
 
 def means(losses: Loss, placement: Placement, count: int, sync: bool):
-    """Losses stacked by microbatch -> (mean loss, mean metrics, total weight or None), over ranks too with `sync`."""
+    """Sums and divides losses stacked by microbatch -> (mean loss, metrics, total weight or None); over ranks if `sync`."""
     return means_of(summed(losses, placement, sync), count * (placement.ranks(placement.axes.rows) if sync else 1))
 
 
 def summed(losses: Loss, placement: Placement, sync: bool) -> Loss:
-    """Losses stacked by microbatch, summed, over ranks too with `sync`."""
+    """Sums losses stacked by microbatch, over ranks too if `sync`."""
     sums = jax.tree.map(lambda x: x.sum(0), losses)
     leaves, treedef = jax.tree.flatten(sums)
     if sync:

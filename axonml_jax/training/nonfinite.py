@@ -1,4 +1,4 @@
-"""Updates that are not finite are skipped, on every rank alike and without asking the host; float16's loss scale."""
+"""Skipping updates that are not finite, on every rank alike and without asking the host, and float16's loss scale."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ from axonml_jax.training.state import TrainState
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NonFinite:
-    """How often updates were skipped. After `limit` in a row nothing is updated any more, until the host looks.
+    """Counts of skipped updates. After `limit` in a row nothing is updated any more, until the host looks.
 
     Attributes:
       skipped: int32 scalar, updates skipped so far.
@@ -45,7 +45,7 @@ class NonFinite:
 
     @staticmethod
     def first() -> "NonFinite":
-        """At a run's first step."""
+        """The counts before a run's first step."""
         return NonFinite(jnp.int32(0), jnp.int32(0), jnp.int32(0))
 
     def after(self, bad: jax.Array, skipped: jax.Array, step: jax.Array, limit: int) -> "NonFinite":
@@ -76,7 +76,7 @@ GROWTH_INTERVAL = 200
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossScale:
-    """The factor by which losses are multiplied, and how it has been faring.
+    """The loss scale of float16, and its record so far.
 
     Attributes:
       scale: float32 scalar. It starts at 2^16, doubles after 200 clean steps, and halves when gradients overflow.
@@ -105,7 +105,7 @@ class LossScale:
 
 
 def unscaled(grads: PyTree, scale: jax.Array) -> PyTree:
-    """Gradients of the loss itself, each in its dtype: divided in float32 at least, as float16 has no such scale."""
+    """Divides the loss scale out of gradients, in at least float32, which can hold the scale; each keeps its dtype."""
 
     def divided(g: jax.Array) -> jax.Array:
         wide = jnp.promote_types(g.dtype, scale.dtype)
@@ -127,7 +127,7 @@ def chosen(finite: jax.Array, new: T, old: T) -> T:
 def skip_nonfinite(
     state: TrainState, new: Any, old: Any, loss: jax.Array, norm: jax.Array, limit: int | None
 ) -> tuple[Any, LossScale | None, NonFinite | None, dict[str, jax.Array]]:
-    """What a step's update becomes where it may have to be skipped: under float16, and with a limit.
+    """Keeps the old values where a step's update is not finite: under float16, and where a run has a limit.
 
     Overflow while float16 looks for its scale is no fault: it counts towards the limit only once the scale is at 1.
 
@@ -162,7 +162,7 @@ def skip_nonfinite(
 
 @dataclass(frozen=True)
 class SkipNonFinite(StepTransform):
-    """Updates that are not finite are skipped: under float16, whose losses are scaled, and where a run has a limit.
+    """Skips updates that are not finite: under float16, whose losses are scaled, and where a run has a limit.
 
     One transform for both, since what overflows while float16 looks for its scale is no fault that counts.
 
@@ -186,7 +186,7 @@ class SkipNonFinite(StepTransform):
         return kept
 
     def around_gradients(self, run: Differentiate) -> Differentiate:
-        """Of the loss times its scale, which is divided out of them again."""
+        """Differentiates the loss times its scale, and divides the gradients by it."""
         if not self.scales:
             return run
 
@@ -198,7 +198,7 @@ class SkipNonFinite(StepTransform):
         return scaled
 
     def around_update(self, run: Update) -> Update:
-        """All that it changes is as it was before, where it is skipped."""
+        """Undoes all that an update has changed where it is skipped."""
 
         def skipping(made: Gradients, before: TrainState) -> tuple[TrainState, Metrics]:
             after, metrics = run(made, before)
@@ -219,7 +219,7 @@ class SkipNonFinite(StepTransform):
 
 @dataclass(frozen=True)
 class Counts(Kept):
-    """A few scalars: the same on all ranks, or one for each model that is trained (NO_SYNC).
+    """A few scalars of a run: the same on all ranks, or one for each model that is trained (NO_SYNC).
 
     Attributes:
       rest: how a step's state rests.
@@ -234,32 +234,32 @@ class Counts(Kept):
     per_model: bool = False
 
     def first(self, params: PyTree, mesh: Mesh) -> PyTree:
-        """As they begin."""
+        """Their values for a run that begins."""
         axes = self.rest.placement.axes.independent if self.per_model else ()
         shape = (self.rest.placement.ranks(axes),) if axes else ()
         counts = jax.tree.map(lambda count: jnp.broadcast_to(count, shape), self.make())
         return place(counts, self.specs(counts, between=True), mesh)
 
     def shapes(self, shapes: Any) -> PyTree:
-        """As they begin."""
+        """Their values for a run that begins."""
         return self.make()
 
     def specs(self, value: PyTree, *, between: bool) -> PyTree:
-        """Whole on every rank that trains the same model."""
+        """Specs of scalars: replicated, or one for each model that is trained."""
         return jax.tree.map(lambda _: self.rest.means if self.per_model else PartitionSpec(), value)
 
     def enter(self, value: PyTree) -> PyTree:
-        """Of this rank's model."""
+        """The scalars of this rank's model, inside `shard_map`."""
         return self.rest.local(value) if self.per_model else value
 
     def leave(self, value: PyTree) -> PyTree:
-        """The inverse."""
+        """The inverse of `enter`."""
         return self.rest.stored(value) if self.per_model else value
 
     def leaves(self, value: PyTree) -> dict[str, Leaf]:
-        """By their fields."""
+        """The scalars by their names in checkpoints."""
         return {f"{self.name}/{name}": Leaf(leaf) for name, leaf in named_leaves(value).items()}
 
     def filled(self, like: PyTree, arrays: Mapping[str, Any]) -> PyTree:
-        """Of arrays by these names."""
+        """The scalars from arrays by their names in checkpoints."""
         return filled(f"{self.name}/", like, arrays)

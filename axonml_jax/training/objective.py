@@ -1,4 +1,4 @@
-"""The objective of a step: the user's loss as a pure function, and the interface of what differentiates it."""
+"""The objective of a step: the user's loss as a pure function, and the interface of the engines that differentiate it."""
 
 import abc
 from collections.abc import Callable, Iterable
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a step that are differentiated one by one.
+    """Number and loss scale of the (rank, microbatch) parts of a step, each of which is differentiated by itself.
 
     Attributes:
       count: number of (rank, microbatch) parts over which a plain mean is taken; each part's loss is divided by it. A
@@ -45,7 +45,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Objective:
-    """`loss_fn` on a model, without side effects.
+    """The user's loss of a model, as a pure function of variables, key and batch.
 
     Attributes:
       model: the model.
@@ -103,7 +103,7 @@ class Objective:
             return self.whole(self.model, self._explained, self.mode, variables, key, batch, on_rows)
 
     def microbatches(self, variables: Variables, key: jax.Array, rows: PyTree, batches: PyTree) -> PyTree:
-        """A rank's microbatches, stacked, as the loss takes them.
+        """Splits a rank's rows into microbatches, stacked along dim 0, in the form in which the loss takes them.
 
         Args:
           variables: their shapes, as read.
@@ -144,7 +144,7 @@ class Objective:
         rows: PyTree,
         batches: PyTree,
     ) -> PyTree:
-        """Microbatches after a first sweep, where the loss needs one (`meaning/two_sweeps.py`).
+        """Runs the first sweep over the microbatches, where the loss needs one, and adds its results (`meaning/two_sweeps.py`).
 
         Args:
           each: `each(fun, batches)`: of every microbatch `fun(variables, key, batch) -> (arrays, state)`, its arrays stacked.
@@ -168,7 +168,7 @@ class Objective:
         return self.placed(joined)(variables, key, rows, stacks, batches)
 
     def sweeps(self, batches: PyTree) -> bool:
-        """Whether microbatches are gone over twice."""
+        """Whether the loss needs two sweeps over the microbatches."""
         if self.whole is None:
             return False
         from axonml_jax.meaning.microbatches import Microbatch
@@ -176,12 +176,12 @@ class Objective:
         return isinstance(batches, Microbatch) and batches.plan.sweeps
 
     def swept_loss(self, batches: PyTree) -> Loss:
-        """After a first sweep the loss of this rank's rows, as what ranks sum."""
+        """The loss of this rank's rows after a first sweep, as sums that ranks add up."""
         assert self.whole is not None
         return self.whole.loss_of(batches)
 
     def finish(self, batches: PyTree) -> Callable | None:
-        """What is done after all microbatches with the sums of losses and metrics; None: nothing (`WholeBatch.finish`)."""
+        """The function of loss and metrics after all microbatches and ranks (`WholeBatch.finish`); None: there is none."""
         return None if self.whole is None else self.whole.finish(batches)
 
     def _on_rows(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
@@ -225,7 +225,7 @@ class Objective:
             raise
 
     def trained_read(self, read: Variables, key: jax.Array, batch: PyTree) -> set[str]:
-        """The paths of trained parameters that, as read, reach the loss but through `stop_gradient`: of the traced program."""
+        """Paths of trained parameters, as read, on which the loss depends in its trace, but through `stop_gradient`."""
         of = lambda params: self(replace(read, params=params), key, batch)[0].total
         from axonml_jax.program.program import reached, read_program
 
@@ -250,7 +250,7 @@ class Objective:
             raise ValueError(UNREAD)
 
     def differentiable(self, parts: Parts, frozen: PyTree) -> Callable:
-        """The loss as JAX differentiates it.
+        """The loss as a function of the parameters that JAX differentiates.
 
         Args:
           parts: how each part's loss is made smaller or larger, so that gradients need only be summed.
@@ -263,7 +263,7 @@ class Objective:
         return partial(self._part, frozen=frozen, parts=parts)
 
     def differentiable_with_frozen(self, parts: Parts) -> Callable:
-        """`differentiable` of read frozen parameters too: `f(params, frozen, state, key, batch)`."""
+        """`differentiable` with the read frozen parameters as an argument: `f(params, frozen, state, key, batch)`."""
         return lambda params, frozen, *args: self._part(params, *args, frozen=frozen, parts=parts)
 
     def _part(self, params: PyTree, state: PyTree, key: jax.Array, batch: PyTree, *, frozen: PyTree, parts: Parts):
@@ -281,12 +281,12 @@ NO_SCALE = (
 
 
 def shard_key(key: jax.Array, microbatch: int | jax.Array, shard: int | jax.Array) -> jax.Array:
-    """The randomness of one microbatch on one batch shard: masks differ per shard, so they depend on its degree."""
+    """The random key of one microbatch on one batch shard: masks differ per shard, so they depend on its degree."""
     return jax.random.fold_in(jax.random.fold_in(key, microbatch), shard)
 
 
 def part_keys(placement: Placement, key: jax.Array, rows: PyTree, count: int) -> list[jax.Array]:
-    """The randomness of each of this rank's microbatches, whose draws are its rows of those of one device (`draws="rows"`).
+    """The random keys of this rank's microbatches under `draws="rows"`: rows draw what they would draw on one device.
 
     Args:
       placement: the plan on its mesh.

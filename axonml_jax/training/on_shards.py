@@ -1,4 +1,4 @@
-"""An update read from the traced optimizer, and run on the shards that ranks hold."""
+"""An optimizer's update read from its traced program, and run on the shards that ranks hold."""
 
 import functools
 import itertools
@@ -49,7 +49,7 @@ from axonml_jax.training.optimizer import apply, culprit, whole_shape
 
 
 def bind_typed(equation: Equation, values: Sequence[Any]) -> list[Any]:
-    """Runs an equation with its operands and results typed as varying over the same axes."""
+    """Runs an equation after typing its operands as varying over the union of their axes; in loops and branches too."""
     values = typed_alike(list(values))
     axes = tuple(sorted(frozenset[str]().union(*map(varying_axes, values))))
     if not axes or not equation.bodies:
@@ -63,7 +63,7 @@ def bind_typed(equation: Equation, values: Sequence[Any]) -> list[Any]:
 
 
 def typed_alike(values: list[Any]) -> list[Any]:
-    """Types values as varying over the same axes, which operations require."""
+    """Types values as varying over the union of their axes, as operations require."""
     axes = frozenset[str]().union(*(varying_axes(value) for value in values))
     return [vary(jnp.asarray(value), tuple(sorted(axes))) for value in values] if axes else values
 
@@ -80,7 +80,7 @@ def typed_alike(values: list[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class MatrixWork:
-    """What is done to whole arrays of one parameter.
+    """Operations that need one parameter's full array, done by the rank that gathers it.
 
     Attributes:
       run: from whole arrays of the parameter's shape, then what is the same on all ranks, to one array.
@@ -96,7 +96,7 @@ class MatrixWork:
 
 
 def on_owners(work: MatrixWork, layout: Layout, given: Sequence[Sequence[Any]]) -> list[jax.Array]:
-    """The results of equal works on parameters of equal layouts.
+    """Runs equal works on parameters of equal layouts, each on the rank that owns its matrix, and returns their results.
 
     Args:
       work: any of them.
@@ -120,7 +120,7 @@ def on_owners(work: MatrixWork, layout: Layout, given: Sequence[Sequence[Any]]) 
 
 
 def _stacked(values: Sequence[Any], count: int) -> jax.Array:
-    """[count, ...], zeros behind the last."""
+    """Stacks values along a new dim 0, padded with zeros to `count` entries."""
     stack = jnp.stack([jnp.asarray(value) for value in values])
     if count == len(values):
         return stack
@@ -156,7 +156,7 @@ def _parts(whole: jax.Array, layout: Layout, slots: int) -> jax.Array:
 
 
 def _joined_dims(layout: Layout) -> list[int]:
-    """The order of dims (axes, slot, shard's dims) in which every dim's axes stand before it, the slot first."""
+    """The order of dims (axes, slot, shard's dims) that puts the axes of every dim before it, and the slot first."""
     count = len(layout.axes)
     order = [count]
     for dim in range(len(layout.shard)):
@@ -166,13 +166,13 @@ def _joined_dims(layout: Layout) -> list[int]:
 
 
 def _everywhere(made: jax.Array, layout: Layout) -> jax.Array:
-    """What owners made [slots, ...] -> of all [slots * N, ...], on every rank."""
+    """Gathers the results of all owners on every rank: [slots, ...] -> [slots * N, ...]."""
     found = gather_whole(made[None], layout.axes, 0, invarying=True)
     return jax.lax.collapse(found.swapaxes(0, 1), 0, 2)
 
 
 def same_place(layout: Layout) -> Hashable:
-    """Equal for layouts whose parts may travel together."""
+    """A key that is equal for layouts of one shape, padding and split, whose parts may travel together."""
     return layout.shape, layout.stored, layout.parts, tuple(map(layout.axes_of, range(len(layout.shard))))
 
 
@@ -182,7 +182,7 @@ def same_place(layout: Layout) -> Hashable:
 
 
 class Mixing(Exception):
-    """What a rank cannot do with its part of a parameter.
+    """An operation that a rank cannot do with its part of a parameter.
 
     Attributes:
       what: the operation.
@@ -205,7 +205,7 @@ def frames_of(op: Operation, outer: Sequence[str]) -> list[str]:
 
 
 class Value(NamedTuple):
-    """A value of the program.
+    """A value of an update's program: its shape, and the parameter whose elements it holds.
 
     Attributes:
       number: its number.
@@ -228,7 +228,7 @@ class Value(NamedTuple):
 
 
 class ByElement(NamedTuple):
-    """An operation that does the same to each element, whatever the shape.
+    """An elementwise operation, which does the same to each element whatever the shape.
 
     Attributes:
       op: the operation.
@@ -239,7 +239,7 @@ class ByElement(NamedTuple):
     given: Sequence[Value]
 
     def kind(self) -> Hashable:
-        """Equal where the same is done."""
+        """A key that is equal for operations that do the same to their elements."""
         op, given = self
         options = () if op.name == _SPREAD else tuple(sorted((name, str(value)) for name, value in op.options.items()))
         met = tuple(value.owner is None and (value.uniform, not value.aval.shape) for value in given)
@@ -250,7 +250,7 @@ _SPREAD = "broadcast_in_dim"
 
 
 def by_element(op: Operation, given: Sequence[Value]) -> ByElement | None:
-    """An operation that does the same to each element; None: it may do anything else."""
+    """An operation with its operands as a `ByElement`; None where it is not elementwise, or operands differ in shape."""
     shape = op.made[0].shape
     if op.name not in ELEMENTWISE and not (op.name == _SPREAD and given[0].is_number):
         return None
@@ -278,7 +278,7 @@ _JOIN = {"sum": sum_over, "max": max_over, "min": min_over}
 
 @dataclass(frozen=True)
 class UpdateStep:
-    """One operation of an update.
+    """One operation of an update's program, on the shards of a parameter or on values that all ranks share.
 
     Attributes:
       run: from the values it reads to those it makes; of a total what one rank's elements come to.
@@ -303,13 +303,13 @@ class UpdateStep:
 
     @property
     def communicates(self) -> bool:
-        """Whether ranks meet for it."""
+        """Whether running it takes a collective."""
         return self.total is not None or self.work is not None
 
 
 @dataclass(frozen=True)
 class ShardedProgram:
-    """An update as a program: of each argument a rank holds a shard, all of it, or nothing (another stage's parameter).
+    """An update as a program over shards: of each argument a rank holds a shard, all of it, or nothing (another stage's).
 
     Attributes:
       steps: in order.
@@ -331,13 +331,13 @@ class ShardedProgram:
 
     @property
     def communicates(self) -> bool:
-        """Whether ranks meet in it."""
+        """Whether any of its steps takes a collective."""
         return any(step.communicates for step in self.steps)
 
     def run(
         self, whole: Held, on_rank: OnRank, finish: Callable[[dict[int, Any]], Any], on_runs: OnRank | None = None
     ) -> tuple[Any, dict[int, Any]]:
-        """Run it inside `shard_map`.
+        """Runs the update inside `shard_map`.
 
         Args:
           whole: the arguments that are the same on all ranks, by position.
@@ -368,7 +368,7 @@ class ShardedProgram:
         return [step for step in self.steps if step.work is not None and step.level == level]
 
     def _worked(self, works: Sequence[UpdateStep], env: Mapping[int, Any], held: Held) -> dict[int, jax.Array]:
-        """The results of whole-matrix works that do not wait for each other; works that are alike send together."""
+        """The results of full-matrix works that do not depend on each other; equal works share one exchange."""
         own = self._made([number for step in works for number in step.inputs], env, held)
         return self._exchanged(works, own)
 
@@ -386,14 +386,14 @@ class ShardedProgram:
         return made
 
     def _results(self, env: Mapping[int, Any], held: Held) -> dict[int, Any]:
-        """The results that belong to parameters of which this rank holds something."""
+        """The results that belong to parameters of which this rank holds a part."""
         present = self._present(held)
         mine = [i for i, owner in enumerate(self.owners[1]) if owner in present]
         own = self._made([self.outputs[i] for i in mine], env, held)
         return {i: own[self.outputs[i]] for i in mine}
 
     def _parts(self, totals: Sequence[UpdateStep], env: Mapping[int, Any], held: Held) -> jax.Array:
-        """What this rank's elements come to, of every total; [len(totals)]."""
+        """This rank's partial value of every total, [len(totals)]."""
         present = self._present(held)
         own = self._made([n for step in totals for n in step.inputs if step.owner in present], env, held)
         values = []
@@ -407,7 +407,7 @@ class ShardedProgram:
         return jnp.stack([vary(value, self._axes(totals[0])) for value in values])
 
     def _made(self, wanted: Iterable[int], env: Mapping[int, Any], held: Held) -> dict[int, Any]:
-        """Values with the wanted ones, made of what this rank holds."""
+        """The wanted values, computed from what this rank holds, among others of the program."""
         own = dict(env) | {self.inputs[i]: value for i, value in held.items()}
         needed, chosen, present = set(wanted), [], self._present(held)
         for step in reversed(self.steps):
@@ -429,7 +429,7 @@ class ShardedProgram:
         return (*self.pipe, *self.layouts[total.owner].axes)
 
     def _groups(self, totals: Iterable[UpdateStep]) -> list[list[UpdateStep]]:
-        """Totals that are joined at once."""
+        """Groups totals by kind, axes and dtype: each group takes one all-reduce."""
         groups: dict[Any, list[UpdateStep]] = {}
         for step in totals:
             groups.setdefault((step.total, self._axes(step), jnp.dtype(step.dtype)), []).append(step)
@@ -437,7 +437,7 @@ class ShardedProgram:
 
 
 def neutral(total: str | None, dtype: Any) -> np.ndarray:
-    """What a rank without elements adds to a total."""
+    """The neutral element of a total, which a rank without elements contributes."""
     if total == "sum":
         return np.zeros((), dtype)
     floating = jnp.issubdtype(dtype, jnp.floating)
@@ -447,7 +447,7 @@ def neutral(total: str | None, dtype: Any) -> np.ndarray:
 
 
 def within(x: jax.Array, layout: Layout, empty: jax.Array | None = None) -> jax.Array:
-    """A rank's elements with `empty`, or zeros, for those that only pad it."""
+    """Replaces a shard's padding by `empty`, or zeros."""
     if not layout.axes or not layout.padding:
         return x
     empty = jnp.zeros((), x.dtype) if empty is None else empty
@@ -473,7 +473,7 @@ def _run_steps(steps: Iterable[UpdateStep], env: dict[int, Any]) -> None:
 
 @dataclass(frozen=True)
 class _Noted:
-    """An operation on whole arrays: what it reads, the numbers of what it makes, and the functions around it."""
+    """An operation on full arrays: what it reads, the numbers of what it makes, and the functions around it."""
 
     equation: Equation
     given: tuple[Value, ...]
@@ -483,7 +483,7 @@ class _Noted:
 
 @dataclass
 class WholeWork:
-    """The operations on whole arrays of an update.
+    """The operations of an update that need full arrays, and how to run those that make a value.
 
     Attributes:
       layouts: of every parameter.
@@ -500,12 +500,12 @@ class WholeWork:
         return value.number in self.noted
 
     def note(self, equation: Equation, given: Sequence[Value], made: Sequence[Value], frames: Sequence[str]) -> None:
-        """Remember an operation."""
+        """Records an operation as the maker of its results."""
         noted = _Noted(equation, tuple(given), tuple(value.number for value in made), frames)
         self.noted.update(dict.fromkeys(noted.made, noted))
 
     def frames(self, value: Value) -> Sequence[str]:
-        """The functions around the operation that makes a whole value."""
+        """The functions around the operation that makes a value."""
         return self.noted[value.number].frames
 
     def work(self, value: Value, *, part: bool) -> tuple[MatrixWork, list[Value]]:
@@ -538,7 +538,7 @@ class WholeWork:
         return MatrixWork(_run_whole(order, given, known, value), len(parts), part, key), given
 
     def _order(self, value: Value) -> list[_Noted]:
-        """The operations that make a value, in order."""
+        """The operations that make a value, in topological order."""
         found: dict[int, _Noted] = {}
 
         def visit(number: int) -> None:
@@ -556,7 +556,7 @@ class WholeWork:
 def _run_whole(
     order: Sequence[_Noted], given: Sequence[Value], known: Mapping[int, Any], value: Value
 ) -> Callable[[Sequence[Any]], Any]:
-    """From what is read to the value. A number may stand for a whole array, and a parameter for its elements in a row."""
+    """A function from what is read to the value; uniform values are broadcast to their shapes, flat ones reshaped."""
 
     def read(env: Mapping[int, Any], value: Value) -> Any:
         found, shape = env[value.number], value.aval.shape
@@ -584,7 +584,7 @@ def _bits(constant: Any) -> Hashable:
 
 @dataclass
 class UpdateSteps:
-    """What has been read of an update.
+    """Builds the steps of an update while it is read.
 
     Attributes:
       layouts: of every parameter.
@@ -604,18 +604,18 @@ class UpdateSteps:
         self.whole_work = WholeWork(self.layouts, self.constants)
 
     def new(self, aval: Any, owner: int | None, *, uniform: bool = False, level: int = 0) -> Value:
-        """A value with a number of its own."""
+        """A value with a new number."""
         return Value(next(self._count), aval, owner, uniform, level)
 
     def constant(self, constant: Any, aval: Any) -> Value:
-        """A value known when the update was traced."""
+        """A value that was a constant when the update was traced."""
         value = self.new(aval, None)
         typed = isinstance(constant, jax.Array)
         self.constants[value.number] = constant if typed else np.asarray(constant, aval.dtype)
         return value
 
     def note(self, equation: Equation, given: list[Value], frames: Sequence[str]) -> list[Value]:
-        """What an operation makes of the whole of a parameter."""
+        """Records an operation that needs a parameter's full array, and returns its results, which only the owner has."""
         if not self.may_gather(equation.op, given):
             raise Mixing(equation.name, frames)
         owner = next(value.owner for value in given if value.owner is not None)
@@ -625,7 +625,7 @@ class UpdateSteps:
         return made
 
     def part(self, value: Value) -> Value:
-        """A rank's part of a value that is whole on one rank; all others as they are."""
+        """A rank's part of a value that is full on its owner; all other values as they are."""
         if not self.whole_work.has(value):
             return value
         assert value.owner is not None
@@ -634,7 +634,7 @@ class UpdateSteps:
         return self.work(value, part=True)
 
     def work(self, value: Value, *, part: bool) -> Value:
-        """The result of what is done to whole arrays; sent once."""
+        """Adds the step that computes a full value on its owner and sends parts of it, or all, to the ranks; once per value."""
         if self.piped and not part:
             raise Mixing("what all ranks would have to know of whole work", self.whole_work.frames(value))
         if value.number not in self._sent:
@@ -646,7 +646,7 @@ class UpdateSteps:
         return self._sent[value.number]
 
     def may_gather(self, op: Operation, given: Sequence[Value]) -> bool:
-        """Whether an operation may be done to the whole of a parameter, by the one rank that gathers it."""
+        """Whether an operation reads one parameter alone, so that the rank that gathers it may run it on the full array."""
         owners = {value.owner for value in given if value.owner is not None}
         return len(owners) == 1 and not op.acts and not any(map(self.is_local, given))
 
@@ -655,7 +655,7 @@ class UpdateSteps:
         return not self.layouts[owner].axes
 
     def is_local(self, value: Value) -> bool:
-        """Whether a value belongs to such a parameter."""
+        """Whether a value belongs to a parameter that is not split."""
         return value.owner is not None and self.is_whole(value.owner)
 
     def is_small(self, value: Value) -> bool:
@@ -664,7 +664,7 @@ class UpdateSteps:
         return value.owner is not None and (value.aval.size == 1 if whole else not value.aval.shape)
 
     def everywhere(self, value: Value) -> Value:
-        """A single element, on all ranks; sent once."""
+        """Adds the step that sends a single element to all ranks; once per value."""
         if value.number in self._sent:
             return self._sent[value.number]
         if self.whole_work.has(value):
@@ -678,7 +678,7 @@ class UpdateSteps:
         return made
 
     def total(self, run: Any, value: Value, total: str, dtype: Any) -> Value:
-        """What all elements come to, joined over ranks; booleans as integers."""
+        """Adds the step that reduces all elements of a value and joins the results over ranks; booleans travel as integers."""
         if bools := value.aval.dtype == bool:
             dtype, start = np.dtype(np.int32), neutral(total, np.int32)
             as_int, over = _as(value.aval, dtype), {"max": jnp.max, "min": jnp.min}[total]
@@ -702,7 +702,7 @@ class UpdateSteps:
         raw: bool = False,
         by_element: ByElement | None = None,
     ) -> list[Value]:
-        """A step; `raw`: it takes single numbers in the place of uniform arrays, as uniform results do anyway."""
+        """Adds a step, and returns its results; `raw`: it takes single numbers in the place of uniform arrays."""
         level = max((value.level for value in given), default=0)
         made = [self.new(aval, owner, uniform=uniform, level=level) for aval in avals]
         if not (uniform or raw) and any(value.uniform for value in given):
@@ -714,7 +714,7 @@ class UpdateSteps:
 
 
 def _spreading(run: Any, given: Sequence[Value], *, split: bool) -> Any:
-    """An operation that spreads numbers over whole arrays, or over the part of a parameter that it acts on."""
+    """An operation whose uniform operands are broadcast first, to their full shape or to that of the part it acts on."""
     part = next((i for i, value in enumerate(given) if value.owner is not None), 0)
 
     def spread(values: Sequence[Any]) -> Sequence[Any]:
@@ -740,7 +740,7 @@ def _as(aval: Any, dtype: Any) -> Any:
 # --------------------------------------------------------------------------------------------------
 
 _STILL = frozenset(("broadcast_in_dim", "reshape", "reshard", "sharding_constraint"))
-"""What leaves a part of a parameter as it is, where the result is the parameter's shape or its elements in a row."""
+"""Operations that keep a part's elements and their order, where the result has the parameter's shape or is flat."""
 
 _JOINING = frozenset(("add", "and", "max", "min", "or"))
 """How single elements join totals: then they are sent in the round of these, and not what comes of them in the next."""
@@ -752,7 +752,7 @@ def read_update(
     layouts: Sequence[Layout],
     pipe: tuple[str, ...] = (),
 ) -> ShardedProgram:
-    """The program of an update.
+    """Reads the traced update into a program over shards.
 
     Args:
       program: the update of whole arrays, with calls in it.
@@ -778,10 +778,10 @@ def read_update(
 
 
 class _Reader(UpdateSteps):
-    """Turns a traced function into steps."""
+    """Reads the equations of a traced update into steps."""
 
     def read(self, program: Program, given: Sequence[Value], frames: Sequence[str]) -> list[Value]:
-        """The results of a program of these arguments."""
+        """Reads a program's equations, and returns the values of its results."""
         env: dict[int, Value] = dict(zip(program.inputs, given, strict=True))
         for number, constant in program.constants.items():
             env[number] = self.constant(constant, program.avals[number])
@@ -795,7 +795,7 @@ class _Reader(UpdateSteps):
         return [env[atom] if isinstance(atom, int) else constant(atom) for atom in program.outputs]
 
     def _plainly(self, equation: Equation, given: list[Value]) -> Value | None:
-        """The result of an operation on each element of one parameter and numbers, as most are; None: of any other.
+        """The result of an operation on each element of one parameter and numbers, the usual kind; None: it is of another kind.
 
         `_equation` would say the same, but it asks everything else first, and most optimizers consist of these.
         """
@@ -878,7 +878,7 @@ class _Reader(UpdateSteps):
         return self.emit(op.bind, given, avals, owner, by_element=by_element(op, given))
 
     def _met(self, op: Operation, given: list[Value]) -> list[Value]:
-        """The operands with none that is whole, unless all are of one parameter and the operation stays with whole arrays."""
+        """Scatters or spreads operands that one rank holds in full, unless all are one parameter's and the work stays there."""
         whole, owned = [each for each in given if self.whole_work.has(each)], [v for v in given if v.owner is not None]
         if not whole:
             return given
@@ -899,7 +899,7 @@ class _Reader(UpdateSteps):
         return self.emit(choose, given, [cases[0].aval], owner, uniform=uniform)[0]
 
     def _settled(self, op: Operation, given: list[Value], frames: Sequence[str]) -> tuple[list[Value], int | None]:
-        """What an operation acts on, and the parameter whose elements these are, or None: the same on all ranks."""
+        """The operands that an operation acts on, and the parameter whose elements they hold; None: the same on all ranks."""
         name, owned = op.name, [value for value in given if value.owner is not None]
         if name in _JOINING and any(value.owner is None and value.level for value in given):
             given = [self.everywhere(value) if self.is_small(value) else value for value in given]
@@ -958,7 +958,7 @@ def _given(values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _contracts_all(op: Operation) -> bool:
-    """Whether a product is one of all elements with their like."""
+    """Whether a product contracts all dims of both operands, element with like element."""
     left, right = op.contraction.contracted
     return left == right == tuple(range(op.given[0].ndim)) == tuple(range(op.given[1].ndim))
 
@@ -970,7 +970,7 @@ def _contracts_all(op: Operation) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class OnShards:
-    """An optimizer on a plan whose ranks hold parts of the parameters.
+    """An optimizer's update on ranks that hold parts of the parameters.
 
     Attributes:
       tx: the optimizer.
@@ -988,7 +988,7 @@ class OnShards:
     def of(
         cls, tx: optax.GradientTransformation, placement: Placement, state: PyTree, owners: Sequence[int | None]
     ) -> "OnShards | None":
-        """None where every rank updates whole leaves.
+        """Reads the optimizer's update for shards; None where every rank updates full leaves.
 
         Args:
           tx, placement: the optimizer, and the plan on its mesh.
@@ -1011,7 +1011,7 @@ class OnShards:
 
     @functools.cached_property
     def first(self) -> ShardedProgram:
-        """The optimizer's first state, of parameters."""
+        """The program of the optimizer's first state, from the parameters."""
         return self._read(_traced(self.tx.init, _whole_shapes(self.placement.params))[0], self._owners)
 
     @functools.cache  # noqa: B019  # an update is traced once per trainer, which holds this
@@ -1021,7 +1021,7 @@ class OnShards:
 
     @functools.cache  # noqa: B019  # likewise
     def _whole(self, loss: Any) -> Program:
-        """The update of whole arrays."""
+        """The traced update of full arrays."""
         trees = (self.placement.params, self.state, self.placement.params)
         return _traced(self._apply, *map(_whole_shapes, trees), jax.ShapeDtypeStruct((), loss))[0]
 
@@ -1100,12 +1100,12 @@ def stored_shard(seen: Any, layout: Layout) -> Any:
 
 
 def _stored_anew(seen: Any, layout: Layout) -> Any:
-    """`stored_shard` with zeros in the padding, of which an update may have made anything."""
+    """`stored_shard` with the padding zeroed, in which an update may have written anything."""
     return within(stored_shard(seen, layout), layout)
 
 
 def alike(whole: Program, shards: Program) -> bool:
-    """Whether a program traced on shards does what `whole`, of which `read_update` says what a rank may do, does to all.
+    """Whether a program traced on shards does to them what `whole` does to full arrays.
 
     Equation by equation: the same operation with the same options on the same values and constants. Where a shape differs, it
     acts on each element or spreads a number. Casts of varying types, which are no operations, stand for what they cast.
@@ -1129,7 +1129,7 @@ def alike(whole: Program, shards: Program) -> bool:
 
 
 def _does_the_same(ours: Equation, theirs: Equation) -> bool:
-    """Whether two equations do the same to values of which the second reads shards."""
+    """Whether two equations do the same, where the second one reads shards."""
     if not ours.op.is_alike(theirs.op) or len(ours.bodies) != len(theirs.bodies):
         return False
     if ours.bodies:
@@ -1142,12 +1142,12 @@ def _does_the_same(ours: Equation, theirs: Equation) -> bool:
 
 
 def _told(atoms: Iterable[Any]) -> list[Any]:
-    """Atoms as they compare."""
+    """Atoms as comparable values: constants by their text, variables by number."""
     return [str(atom.val) if is_constant(atom) else atom for atom in atoms]
 
 
 def _traced(fun: Callable[..., PyTree], *args: PyTree) -> tuple[Program, Any]:
-    """A function's program, in which calls stay calls, and the structure of what it returns."""
+    """Traces a function into a program that keeps its calls, and returns the structure of its result."""
     traced = trace(fun, *args)
     return read_program(traced.jaxpr, no_calls), traced.out_tree
 

@@ -1,4 +1,4 @@
-"""An optax optimizer: checked, named, where its state lies, averages of parameters."""
+"""An optax optimizer: its checks, its name in errors, the owners and layouts of its state, averages of parameters."""
 
 import inspect
 import re
@@ -24,13 +24,13 @@ from axonml_jax.sharding.layout import Layout, from_stored, is_layout, map_layou
 def apply(
     tx: optax.GradientTransformation, grads: PyTree, opt_state: Any, params: PyTree, loss: jax.Array
 ) -> tuple[PyTree, Any]:
-    """New parameters and state; transformations that ask for the loss as `value` get it."""
+    """Applies one update of the optimizer to parameters and state; transformations that take `value` get the loss."""
     updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, params, value=loss)
     return optax.apply_updates(params, updates), opt_state
 
 
 def without_value(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """A transformation that is not told the loss: for those that take arguments of their own and no `value`."""
+    """Wraps a transformation whose `update` takes no `value`, so that it is not told the loss."""
     return optax.GradientTransformation(tx.init, lambda updates, state, params=None: tx.update(updates, state, params))
 
 
@@ -69,7 +69,7 @@ def owners(state: PyTree, params: PyTree) -> list[int | None]:
 
 
 def _covers(leaves: list[tuple[Path, bool]], positions: Mapping[Path, int]) -> bool:
-    """Whether paths of a node's leaves, and of what masks left out, are those of all parameters and of nothing else."""
+    """Whether the leaves of a node, with those that masks leave out, are those of all parameters and of nothing else."""
     seen: set[int] = set()
     for path, masked in leaves:
         at = next((positions[path[:k]] for k in range(1, len(path) + 1) if path[:k] in positions), None)
@@ -108,7 +108,7 @@ def written(tx: optax.GradientTransformation) -> str:
 
 
 def culprit(tx: optax.GradientTransformation, frames: Sequence[str]) -> str:
-    """The member of an optimizer whose update an operation is in, and what of optax it may have come with.
+    """The name of the transformation in whose update an operation is, and of the optax functions that it may have come with.
 
     Args:
       tx: the optimizer.
@@ -124,7 +124,7 @@ def culprit(tx: optax.GradientTransformation, frames: Sequence[str]) -> str:
 
 
 def _aliases(member: str) -> list[str]:
-    """The public functions of optax that use a transformation."""
+    """Names of the public functions of optax that use a transformation."""
     found = []
     for module in (optax, optax.contrib):
         for name, value in sorted(vars(module).items()):
@@ -140,7 +140,7 @@ def _made_by(update: Any) -> str:
 
 
 def _parts(update: Any) -> Iterator[str]:
-    """What the transformations inside one are called, from what its function closes over."""
+    """Names of the transformations inside one, found in what its function closes over."""
     for cell in getattr(update, "__closure__", None) or ():
         try:
             value = cell.cell_contents
@@ -183,7 +183,7 @@ class MovingAverage(NamedTuple):
 
 
 def with_ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that keeps an average too: first the first parameters, then `decay * average + (1 - decay) * parameters`.
+    """An optimizer that also keeps an average: `decay * average + (1 - decay) * parameters`, from the first parameters on.
 
     >>> tx = with_ema(optax.sgd(1.0), 0.5)
     >>> state = tx.init({"w": jnp.ones(())})
@@ -247,7 +247,7 @@ def opt_owners(placement: Placement, tx: optax.GradientTransformation) -> tuple[
 
 
 def whole_shape(layout: Layout) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of the whole array."""
+    """The shape and dtype of the unpadded full array."""
     return jax.ShapeDtypeStruct(layout.shape, layout.dtype)
 
 
@@ -333,7 +333,7 @@ def checked_optimizer(tx: Any, placement: Placement, *, told: bool = True) -> op
 
 
 def averaging(tx: Any, placement: Placement, ema: float | None) -> optax.GradientTransformation:
-    """`checked_optimizer`, which keeps a moving average of the parameters too where there is a decay (`with_ema`).
+    """`checked_optimizer` with a moving average of the parameters (`with_ema`), where `ema` is a decay.
 
     Raises:
       TypeError, ValueError: as `checked_optimizer`; for a decay out of range; for an optimizer of which some steps

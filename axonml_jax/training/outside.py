@@ -1,4 +1,4 @@
-"""What a compiled function reads besides its arguments: who holds it, and whether it still is what was compiled."""
+"""What a compiled function reads from outside its arguments: who holds these values, and whether they have changed."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ _NOT_LOOKED_INTO = {*sys.stdlib_module_names, "jax", "jaxlib", "flax", "optax", 
 """Packages whose functions, classes and modules hold no arrays of a user's."""
 
 _MOST = 20_000
-"""Through so many objects it is looked who holds a program's constants."""
+"""The most steps that a search for the holders of a program's constants follows."""
 
 _NOT_THERE = (AttributeError, LookupError, TypeError, ValueError)
 _GONE = object()
@@ -42,7 +42,7 @@ class Held(NamedTuple):
 
 
 class Outside:
-    """The arrays that the compiled programs of a function have as constants, and that can be reached from it.
+    """The arrays outside of a function that its compiled programs have as constants, and who holds them.
 
     Closures, globals that code names, defaults, `functools.partial` and `self` hold them, and in these modules, variables,
     containers, and attributes that code names. Before every call it is asked whether they still hold the same objects.
@@ -58,7 +58,7 @@ class Outside:
         self._from: dict[int, list[Held]] = {}  # by their holder
 
     def note(self, constants: Iterable[Any]) -> None:
-        """Know of a program that was traced just now, and of its constants."""
+        """Remembers the constants of a program that was traced just now, and searches for who holds them."""
         self._constants |= {id(x): x for x in constants if _is_array(x)}
         self._held = _Search(self.fun, self._constants.values()).run() if self._constants else ()
         self._from = {}
@@ -66,7 +66,7 @@ class Outside:
             self._from.setdefault(id(held.holder), []).append(held)
 
     def changed(self) -> list[str]:
-        """The names of what is not as it was; nothing, mostly, for the price of comparing identities."""
+        """Names of values that have changed; nearly always none, at the price of comparing identities."""
         try:
             if all(get(holder, key) is value for get, holder, key, value, _ in self._held):
                 return []
@@ -98,7 +98,7 @@ class Outside:
         )
 
     def _differing(self, held: Held, holder: Any, renewed: dict[Any, Any]) -> Iterator[str]:
-        """The arrays behind a step that differ where this holds them; others of the same values are put into `renewed`."""
+        """Names of arrays behind a step that differ where `holder` has them; others of equal values are put into `renewed`."""
         try:
             now = held.get(holder, held.key)
         except _NOT_THERE:
@@ -121,12 +121,12 @@ def _is_array(x: Any) -> bool:
 
 
 def _is_on_host(x: Any) -> bool:
-    """Whether it is an array whose values this process can have."""
+    """Whether it is an array whose values this process can read."""
     return _is_array(x) and not is_deleted(x) and getattr(x, "is_fully_addressable", True)
 
 
 def _equal(old: Any, new: Any) -> bool:
-    """Whether two arrays have the same bytes, as far as this process can tell."""
+    """Whether two arrays have equal bytes, as far as this process can tell."""
     if not (_is_on_host(old) and _is_on_host(new)) or (old.shape, old.dtype) != (new.shape, new.dtype):
         return False
     if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
@@ -135,7 +135,7 @@ def _equal(old: Any, new: Any) -> bool:
 
 
 class _Search:
-    """All ways from a function to arrays.
+    """Searches for all ways from a function to arrays that it reads.
 
     Args:
       fun: where it begins.
@@ -175,7 +175,7 @@ class _Search:
         return id(x) in self._arrays or (_is_on_host(x) and any(map(same, self._numbers)))
 
     def _follow(self, get: Callable, holder: Any, key: Any, name: str, what: str) -> Any:
-        """Take one step; what it leads to is returned, and looked into later, once."""
+        """Takes one step, and returns what it leads to, which is looked into later, once."""
         try:
             value = get(holder, key)
             if get(holder, key) is not value or len(self._steps) >= _MOST:
@@ -193,7 +193,7 @@ class _Search:
         return value
 
     def _look_into(self, x: Any, name: str, what: str) -> None:
-        """Take the steps from what code reads in one object."""
+        """Takes the steps to everything that code may read in one object."""
         if isinstance(x, FunctionType):
             self._look_into_function(x)
         elif isinstance(x, MethodType):
@@ -225,7 +225,7 @@ class _Search:
         self._follow(getattr, fun, "__dict__", fun.__name__, "an attribute of the function")
 
     def _look_into_object(self, x: Any, name: str, what: str) -> None:
-        """Of a module's, a state's, a callable's: all attributes. Of anything else: those that code names."""
+        """Follows all attributes of modules, states and callables; of other objects those that code names."""
         kind = type(x)
         if not isinstance(x, (type, ModuleType)):
             self._follow(getattr, x, "__class__", "", "")
@@ -252,12 +252,12 @@ def _attributes(x: Any) -> set[str]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """What code names, with the functions that are written in it."""
+    """The names that code uses, with those of the functions defined in it."""
     inner = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
     return set(code.co_names).union(*inner)
 
 
 def _package(x: Any) -> str:
-    """Where a function, a class or a module comes from."""
+    """The top-level package of a function, a class or a module."""
     named = x.__name__ if isinstance(x, ModuleType) else getattr(x, "__module__", None)
     return str(named).partition(".")[0]

@@ -1,4 +1,4 @@
-"""Gradients of a pipeline's step."""
+"""The loss of a pipeline's step, its gradients, and calls of a pipelined model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -17,10 +17,10 @@ from axonml_jax.training.objective import NO_SCALE, Differentiated, GradientEngi
 
 
 class ByStage(GradientEngine):
-    """All microbatches go through the stages at once, as the timetable says."""
+    """Runs all microbatches through the stages at once, as the timetable says."""
 
     def differentiate(self, variables: Variables, key: jax.Array, batch: PyTree) -> Differentiated:
-        """Losses come summed over this rank's microbatches."""
+        """Differentiates the loss of all microbatches; losses come summed over this rank's microbatches."""
         placement = self.placement
 
         def fun(params: PyTree, frozen: PyTree, state: PyTree, key: jax.Array, batch: PyTree):
@@ -41,7 +41,7 @@ class ByStage(GradientEngine):
         )
 
     def _blocks(self) -> dict[str, list[int]]:
-        """The parameters of every block of the model by its path, where stages keep block by block."""
+        """The parameters of every block of the model by its path, where stages choose block by block what they keep."""
         remat, staging = self.placement.plan.remat, self.placement.stages
         if staging is None or remat is None:
             return {}
@@ -75,7 +75,7 @@ def pipelined_loss(
 def _batches(
     objective: Objective, placement: Placement, variables: Variables, keys: jax.Array, batch: PyTree, count: int
 ) -> PyTree:
-    """This rank's microbatches as the loss takes them."""
+    """This rank's microbatches in the form in which the loss takes them, after a first sweep where it needs one."""
     read, batches = read_shapes(placement, variables.state), placement.batch_layout.microbatches(batch, count)
 
     def each(fun: Callable, batches: PyTree) -> list[jax.Array]:
@@ -89,7 +89,7 @@ def _batches(
 
 
 def _keys(placement: Placement, key: jax.Array, count: int) -> jax.Array:
-    """Of every microbatch; this rank's own."""
+    """The random keys of this rank's microbatches."""
     shard = key_number(placement)
     return jax.vmap(lambda m: shard_key(key, m, shard))(jnp.arange(count))
 
@@ -102,7 +102,7 @@ def _keys_of_loss(placement: Placement, key: jax.Array, rows: PyTree, count: int
 def pipelined_call(
     call: Callable, placement: Placement, variables: Variables, key: jax.Array, arrays: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """`call(variables, key, arrays) -> (outputs, state)` microbatch by microbatch.
+    """Runs `call(variables, key, arrays) -> (outputs, state)` through the stages, microbatch by microbatch.
 
     Outputs keep the dim that grows with the rows; floating ones without such a dim are averaged over microbatches. Numbers
     that are no arrays are the same in every microbatch and stay what they are.
@@ -156,7 +156,7 @@ def _arrays_of(outputs: PyTree) -> list[jax.Array]:
 
 
 def _growing_dims(outputs: Callable, arrays: PyTree) -> list[int]:
-    """For every output the dim that grows with the rows, or -1."""
+    """The dim of every output that grows with the rows, or -1."""
 
     def shapes(factor: int) -> PyTree:
         longer = lambda x: jnp.concatenate([x] * factor) if jnp.ndim(x) else x
@@ -169,7 +169,7 @@ def _growing_dims(outputs: Callable, arrays: PyTree) -> list[int]:
 
 
 def _merged(x: jax.Array, dim: int) -> jax.Array:
-    """[count, ...] -> the microbatches behind each other along `dim` of the rest."""
+    """Merges outputs of microbatches, [count, ...], along their dim of rows; those without one are averaged, or the first."""
     if dim < 0:
         return x.mean(0) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]
     x = jnp.moveaxis(x, 0, dim)

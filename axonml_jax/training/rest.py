@@ -1,4 +1,4 @@
-"""How parameters and optimizer state rest between steps: plain, stacked, partitioned, in rounds."""
+"""How parameters and optimizer state rest between steps: leaf by leaf, stacked by rank, partitioned by XLA, in rounds."""
 
 import abc
 import functools
@@ -74,7 +74,7 @@ def norm(parts: Iterable[Part], p: float = 2.0) -> jax.Array:
 
 
 def vectors_together(parts: Iterable[Part]) -> list[Part]:
-    """The same elements, all vectors of a kind in one.
+    """Concatenates all vectors of one dtype and placement into one array; the elements stay the same.
 
     XLA makes of each vector's update and of its share of the norm one kernel of several results, each too small for a GPU;
     apart the updates run together, and so do the squares.
@@ -196,7 +196,7 @@ class Rest(abc.ABC):
 
     @property
     def means(self) -> PartitionSpec:
-        """The spec of what `stored` makes of a value that is the same on all ranks that train one model: a loss, a norm."""
+        """The spec of a value that is the same on all ranks that train one model, such as a loss or a norm, after `stored`."""
         return PartitionSpec()
 
     def enter(self, variables: Variables) -> Variables:
@@ -215,7 +215,7 @@ class Rest(abc.ABC):
 
     @abc.abstractmethod
     def read(self, fun: Callable, model: Functional, variables: Variables, *args: Any) -> Any:
-        """`fun(read_variables, *args)` inside `shard_map`, without gradients; `variables` are this rank's own."""
+        """Calls `fun(read_variables, *args)` on gathered variables, inside `shard_map` and without gradients."""
 
     def loss(self, objective: Objective, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, Any]:
         """Returns the loss of this rank's rows without gradients, in microbatches, so that it needs no more memory than a step.
@@ -247,7 +247,7 @@ class Rest(abc.ABC):
     def swept(
         self, objective: Objective, variables: Variables, keys: jax.Array, rows: PyTree, batches: PyTree
     ) -> PyTree:
-        """Microbatches after a first sweep, where the loss needs one (`Objective.swept`)."""
+        """Runs the first sweep over the microbatches, where the loss needs one (`Objective.swept`), and adds its results."""
         placement, model = self.placement, objective.model
         start = vary(variables.state, placement.axes.batch)
 
@@ -270,7 +270,7 @@ class Rest(abc.ABC):
 
     @abc.abstractmethod
     def parts(self, grads: PyTree) -> Iterable[Part]:
-        """Every array of gradients at rest."""
+        """Every resting array of gradients, with its parameters' dtype and the mesh axes that split it."""
 
     @abc.abstractmethod
     def squares(self, tree: PyTree) -> Iterable[Square]:
@@ -284,7 +284,7 @@ class Rest(abc.ABC):
 
     @abc.abstractmethod
     def outside_frozen(self, frozen: PyTree, mesh: Mesh) -> PyTree:
-        """The same of frozen parameters."""
+        """Returns resting frozen parameters as the model's tree, without padding."""
 
     @abc.abstractmethod
     def inside(self, params: PyTree, mesh: Mesh) -> PyTree:
@@ -292,7 +292,7 @@ class Rest(abc.ABC):
 
     @abc.abstractmethod
     def clip(self, grads: PyTree, max_norm: jax.Array, p: float, mesh: Mesh) -> tuple[PyTree, jax.Array]:
-        """What `outside` gave of gradients, clipped by their p-norm; under `jit`."""
+        """Clips gradients that `outside` returned by their p-norm, and returns this norm too; under `jit`."""
 
     def whole(self, variables: Variables, mesh: Mesh) -> Variables:
         """Returns the variables without padding; of ranks that train models of their own, those of the first rank."""
@@ -334,7 +334,7 @@ class RestingOptimizer(abc.ABC):
 
     @cached_property
     def on_shards(self) -> "OnShards | None":
-        """The update of what ranks hold; None: it is of gathered leaves, or nobody holds parts. Raises as `OnShards.of`."""
+        """The optimizer's update as a program on shards; None: it runs on gathered leaves, or no rank holds a part."""
         from axonml_jax.training.on_shards import OnShards
 
         return OnShards.of(self.tx, self.placement, *self.placed)
@@ -344,7 +344,7 @@ class RestingOptimizer(abc.ABC):
         _ = self.on_shards
 
     def between(self) -> "RestingOptimizer":
-        """It where arrays are between steps (`Rest.between`)."""
+        """The same optimizer for the form in which arrays are between steps (`Rest.between`)."""
         return self
 
     @abc.abstractmethod
@@ -392,35 +392,35 @@ def stacked(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
 
 
 class Plain(Rest):
-    """Every leaf of every tree is an array of its own."""
+    """Every leaf rests as an array of its own, in its layout."""
 
     @property
     def layouts(self) -> PyTree:
-        """Of trained parameters between steps."""
+        """The layout of every trained parameter as it is stored between steps."""
         return self.placement.params
 
     def specs(self, variables: Variables) -> Variables:
-        """As the layouts say."""
+        """The specs of the leaves' layouts."""
         return Variables(specs(self.layouts), specs(self.placement.frozen), self.buffer_specs(variables.state))
 
     def place(self, variables: Variables, mesh: Mesh) -> Variables:
-        """Each device gets its own part."""
+        """Pads the variables and sends each device its own shards."""
         wanted = self.between().specs(variables)
         return self._kept(place(self._stored(variables), wanted, mesh))
 
     def create(self, model: Functional, mesh: Mesh) -> Variables:
-        """Each device makes its own part."""
+        """Creates the variables under `jit`, each device its own shards."""
         assert model.create is not None
         create = model.create
         wanted = shardings(self.between().specs(model.shapes), mesh)
         return self._kept(jax.jit(lambda: self._stored(create()), out_shardings=wanted)())
 
     def shapes(self, shapes: Variables) -> Variables:
-        """In stored form."""
+        """Zeros in stored form: padded to the layouts."""
         return self._stored(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
 
     def optimizer(self, tx: optax.GradientTransformation) -> RestingOptimizer:
-        """Leaf by leaf too."""
+        """The optimizer with a state that rests leaf by leaf too."""
         return PlainOptimizer(tx, self.placement, self)
 
     def read(self, fun: Callable, model: Functional, variables: Variables, *args: Any) -> Any:
@@ -440,32 +440,32 @@ class Plain(Rest):
         )
 
     def parts(self, grads: PyTree) -> Iterable[Part]:
-        """Leaf by leaf."""
+        """The gradient, stored dtype and mesh axes of every leaf."""
         layouts = jax.tree.leaves(self.placement.params, is_leaf=is_layout)
         return [(g, layout.dtype, layout.axes) for g, layout in zip(jax.tree.leaves(grads), layouts, strict=True)]
 
     def squares(self, tree: PyTree) -> Iterable[Square]:
-        """Leaf by leaf."""
+        """The name, sum of squares on this rank and mesh axes of every leaf."""
         layouts = jax.tree.leaves(self.placement.params, is_leaf=is_layout)
         named = named_leaves(tree).items()
         return [(name, square(leaf), layout.axes) for (name, leaf), layout in zip(named, layouts, strict=True)]
 
     def outside(self, params: PyTree, mesh: Mesh) -> PyTree:
-        """Without padding."""
+        """Removes the padding of trained parameters."""
         return unpadded(params, self.layouts, mesh)
 
     def outside_frozen(self, frozen: PyTree, mesh: Mesh) -> PyTree:
-        """Without padding."""
+        """Removes the padding of frozen parameters."""
         return unpadded(frozen, self.placement.frozen, mesh)
 
     def inside(self, params: PyTree, mesh: Mesh) -> PyTree:
-        """Padded, where it rests."""
+        """Pads parameters and moves them to where they rest, in host memory if the plan offloads them."""
         wanted = shardings(self.between().specs(Variables(params, {}, {})).params, mesh)
         placed = jax.tree.map(move, padded(params, self.layouts), wanted)
         return offloaded(placed, self.placement.plan.offload.params)
 
     def clip(self, grads: PyTree, max_norm: jax.Array, p: float, mesh: Mesh) -> tuple[PyTree, jax.Array]:
-        """On shards."""
+        """Clips gradients by their global norm; each rank scales its shards."""
         rests = self.specs(Variables(grads, {}, {})).params
 
         def local(grads: PyTree, max_norm: jax.Array) -> tuple[PyTree, jax.Array]:
@@ -483,12 +483,12 @@ class Plain(Rest):
         )(padded(grads, self.layouts), max_norm)
 
     def param_leaves(self, variables: Variables) -> tuple[PyTree, PyTree]:
-        """With their layouts."""
+        """Every parameter with its layout."""
         params = map_layouts(Leaf, variables.params, self.layouts)
         return params, map_layouts(Leaf, variables.frozen, self.placement.frozen)
 
     def resting(self, model: Functional, like: Variables, fill: Callable[[Variables], Variables]) -> Variables:
-        """Checkpoints give arrays as they rest."""
+        """Fills the resting variables directly: checkpoints give arrays as they rest."""
         return fill(like)
 
     def _stored(self, variables: Variables) -> Variables:
@@ -499,21 +499,21 @@ class Plain(Rest):
         return Variables(params, frozen, self._repeated(variables.state, placement.axes.buffers))
 
     def _repeated(self, tree: PyTree, axes: tuple[str, ...] | None) -> PyTree:
-        """One entry for every rank of these axes."""
+        """Repeats every leaf along a new dim 0, once for every rank of these axes; None: returns the tree."""
         if axes is None:
             return tree
         count = self.placement.ranks(axes)
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), tree)
 
     def _kept(self, placed: Variables) -> Variables:
-        """What the plan keeps in host memory, there."""
+        """Moves parameters to host memory, if the plan offloads them."""
         kept = self.placement.plan.offload.params
         return Variables(offloaded(placed.params, kept), offloaded(placed.frozen, kept), placed.state)
 
 
 @dataclass(frozen=True, eq=False)
 class PlainOptimizer(RestingOptimizer):
-    """Every leaf of its state is an array of its own.
+    """The optimizer's state rests leaf by leaf.
 
     Attributes:
       rest: how the parameters rest.
@@ -523,20 +523,20 @@ class PlainOptimizer(RestingOptimizer):
 
     @property
     def layouts(self) -> PyTree:
-        """Of its state between steps."""
+        """The layout of every leaf of the optimizer's state as it is stored between steps."""
         return self.placed[0]
 
     def between(self) -> RestingOptimizer:
-        """Beside parameters where they are then."""
+        """The optimizer whose state rests beside the parameters in their form between steps."""
         rest = self.rest.between()
         return self if rest is self.rest else rest.optimizer(self.tx)
 
     def specs(self) -> PyTree:
-        """As the layouts say."""
+        """The specs of the state's layouts."""
         return specs(self.layouts)
 
     def first(self, params: PyTree, mesh: Mesh) -> PyTree:
-        """Made under `jit` where it will live."""
+        """Creates the state under `jit`, on the devices where it rests, or in their host memory."""
         offload, wanted = self.placement.plan.offload, shardings(self.between().specs(), mesh)
         if offload.optimizer:
             shapes = jax.eval_shape(self._first, params)
@@ -548,7 +548,7 @@ class PlainOptimizer(RestingOptimizer):
         return jax.jit(first, out_shardings=wanted)(params)
 
     def shapes(self, shapes: Variables) -> PyTree:
-        """In stored form."""
+        """Zeros in stored form: padded to the layouts."""
         return self._first(self.rest.shapes(shapes).params)
 
     def update(self, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
@@ -567,22 +567,22 @@ class PlainOptimizer(RestingOptimizer):
         return own_parts(params, layouts[0]), own_parts(opt_state, layouts[1])
 
     def tree(self, opt_state: PyTree) -> PyTree:
-        """Without padding, as parameters are outside."""
+        """Removes the padding of the state's leaves."""
         layouts = self.layouts
         if all(layout.stored == layout.shape for layout in jax.tree.leaves(layouts, is_leaf=is_layout)):
             return opt_state
         return unpadded(opt_state, layouts, jax.tree.leaves(opt_state)[0].sharding.mesh)
 
     def leaves(self, opt_state: PyTree) -> PyTree:
-        """With their layouts."""
+        """Every leaf of the state with its layout."""
         return map_layouts(Leaf, opt_state, self.layouts)
 
     def resting(self, like: PyTree, fill: Callable[[PyTree], PyTree]) -> PyTree:
-        """Checkpoints give arrays as they rest."""
+        """Fills the resting state directly: checkpoints give arrays as they rest."""
         return fill(like)
 
     def _first(self, params: PyTree) -> PyTree:
-        """Of stored parameters, in stored form."""
+        """The optimizer's first state in stored form, from parameters in stored form."""
         whole = map_layouts(from_stored, params, self.placement.params)
         return map_layouts(to_stored, self.tx.init(whole), self.placed[0])
 
@@ -597,32 +597,32 @@ class Stacked(Plain):
 
     @cached_property
     def layouts(self) -> PyTree:
-        """With one more dim in front."""
+        """The layouts of trained parameters with the dim of ranks in front."""
         return self.stacked(self.placement.params)
 
     def optimizer(self, tx: optax.GradientTransformation) -> RestingOptimizer:
-        """Likewise."""
+        """The optimizer with a state that is stacked by rank too."""
         return StackedOptimizer(tx, self.placement, self)
 
     def entries(self, params: PyTree) -> PyTree:
-        """Stored parameters as one entry for each rank that trains its own."""
+        """Stored parameters with one entry along dim 0 for each rank that trains a model of its own."""
         return params
 
     def local(self, tree: PyTree) -> PyTree:
-        """This rank's entry."""
+        """Takes this rank's entry of stacked arrays, inside `shard_map`."""
         return single(tree)
 
     def stored(self, tree: PyTree) -> PyTree:
-        """The inverse."""
+        """Returns this rank's values as its entry of stacked arrays; the inverse of `local`."""
         return stacked(tree, self.placement.axes.independent)
 
     @property
     def means(self) -> PartitionSpec:
-        """One for every model."""
+        """The spec of a value for each model, stacked by rank."""
         return PartitionSpec(self.placement.axes.independent)
 
     def whole(self, variables: Variables, mesh: jax.sharding.Mesh) -> Variables:
-        """The first rank's."""
+        """The variables of the first rank's model, without padding."""
         all_of_them = super().whole(variables, mesh)
         return Variables(single(all_of_them.params), all_of_them.frozen, all_of_them.state)
 
@@ -631,7 +631,7 @@ class Stacked(Plain):
         return Variables(self._repeated(stored.params, self.placement.axes.independent), stored.frozen, stored.state)
 
     def stacked(self, layouts: PyTree) -> PyTree:
-        """Layouts of such entries."""
+        """Adds the dim of ranks that train models of their own in front of each layout."""
         axes = self.placement.axes.independent
         count = self.placement.ranks(axes)
         return jax.tree.map(lambda layout: layout.stacked(axes, count), layouts, is_leaf=is_layout)
@@ -645,11 +645,11 @@ class StackedOptimizer(PlainOptimizer):
 
     @cached_property
     def layouts(self) -> PyTree:
-        """With one more dim in front."""
+        """The layouts of the state's leaves with the dim of ranks in front."""
         return self.rest.stacked(self.placed[0])
 
     def leaves(self, opt_state: PyTree) -> PyTree:
-        """With their layouts, and what their first dim numbers."""
+        """Every leaf of the state with its layout, and in words what its dim 0 counts."""
         entries = f"one entry for each of {self.placement.ranks(self.placement.axes.independent)} replicas"
         return map_layouts(lambda array, layout: Leaf(array, layout, entries=entries), opt_state, self.layouts)
 
@@ -667,28 +667,28 @@ class InRounds(Stacked):
 
     @cached_property
     def agreed(self) -> Rest:
-        """How the outer parameters rest, and what replicas keep together of them."""
+        """The form in which the outer parameters rest, and the state that replicas share of them."""
         assert self.placement.agreed is not None
         return Plain(self.placement.agreed)
 
     @property
     def layouts(self) -> PyTree:
-        """Of the outer parameters."""
+        """The layouts of the outer parameters."""
         return self.placement.params
 
     def whole(self, variables: Variables, mesh: Mesh) -> Variables:
-        """The outer parameters."""
+        """The outer parameters without padding."""
         return self.agreed.whole(variables, mesh)
 
     def clip(self, grads: PyTree, max_norm: jax.Array, p: float, mesh: Mesh) -> tuple[PyTree, jax.Array]:
-        """Of the outer parameters."""
+        """Clips gradients of the outer parameters by their global norm."""
         return self.agreed.clip(grads, max_norm, p, mesh)
 
     def _stored(self, variables: Variables) -> Variables:
         return Plain._stored(self, variables)
 
     def entries(self, params: PyTree) -> PyTree:
-        """The outer parameters, with which every replica begins."""
+        """Repeats the outer parameters, from which every replica begins, once for each replica."""
         return self._repeated(params, self.placement.axes.independent)
 
 
@@ -698,10 +698,10 @@ class InRounds(Stacked):
 
 
 class Partitioned(Plain):
-    """`Plain`, but for where arrays are between steps."""
+    """`Plain` in a step that leaves axes to XLA's partitioner: leaves are split along these axes between steps only."""
 
     def between(self) -> Rest:
-        """As the plan's rules split them."""
+        """The form between steps, in which the partitioner's axes split leaves."""
         return Plain(self.placement.resting)
 
 
@@ -709,5 +709,5 @@ class PartitionedStacked(Partitioned, Stacked):
     """Each rank of some axes trains a model of its own, and XLA's partitioner splits each of these models."""
 
     def between(self) -> Rest:
-        """As the plan's rules split them, stacked."""
+        """The form between steps, in which the partitioner's axes split leaves that are stacked by rank."""
         return Stacked(self.placement.resting)

@@ -23,7 +23,7 @@ from axonml_jax.training.state import TrainState
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RoundState:
-    """Beside the outer parameters, which are the model's variables.
+    """The state of DiLoCo's replicas, beside the outer parameters, which are the model's variables.
 
     Attributes:
       own: the trained parameters of every replica, stacked along dim 0.
@@ -45,7 +45,7 @@ class Rounds(StepTransform):
     rest: Rest
 
     def kept(self) -> dict[str, Kept]:
-        """Replicas' own parameters, and what they keep together."""
+        """One entry: the replicas' parameters, and the state that they share (`RoundState`)."""
         return {"rounds": RoundsKept(self.placement, self.rest)}
 
     def around_step(self, run: Step) -> Step:
@@ -68,35 +68,35 @@ class RoundsKept(Kept):
 
     @cached_property
     def own(self) -> AsOptimizer:
-        """Of each replica."""
+        """Store each replica's parameters like optimizer state, stacked by rank."""
         return AsOptimizer(self.rest, "rounds/own", lambda params: params)
 
     @cached_property
     def together(self) -> AsOptimizer:
-        """Of all."""
+        """Store the state that all replicas share, such as the outer momentum, like optimizer state of the outer parameters."""
         assert self.placement.agreed is not None
         (rounds,) = self.placement.agreed.plan.rounds.values()
         first = lambda params: jax.tree.map(rounds.first_kept, params)
         return AsOptimizer(Plain(self.placement.agreed), "rounds/kept", first)
 
     def first(self, params: PyTree, mesh: Mesh) -> RoundState:
-        """Every replica begins with the outer parameters, which no device holds in full on the way."""
+        """Starts every replica from the outer parameters, without gathering them on any device."""
         return RoundState(self.own.first(params, mesh), self.together.first(params, mesh))
 
     def shapes(self, shapes: Any) -> RoundState:
-        """As zeros."""
+        """The first state's shapes, as zeros."""
         return RoundState(self.own.shapes(shapes), self.together.shapes(shapes))
 
     def specs(self, value: PyTree, *, between: bool) -> RoundState:
-        """Of both."""
+        """The specs of the replicas' parameters and of their shared state."""
         return RoundState(*(each.specs(None, between=between) for each in (self.own, self.together)))
 
     def leaves(self, value: RoundState) -> dict[str, Leaf]:
-        """Of both."""
+        """The replicas' parameters and their shared state, by their names in checkpoints."""
         return self.together.leaves(value.kept) | self.own.leaves(value.own)
 
     def filled(self, like: RoundState, arrays: Mapping[str, Any]) -> RoundState:
-        """Of both."""
+        """The state from arrays by their names in checkpoints."""
         return RoundState(self.own.filled(like.own, arrays), self.together.filled(like.kept, arrays))
 
 
@@ -106,7 +106,7 @@ class RoundsKept(Kept):
 
 
 def end_of_round(placement: Placement, before: TrainState, after: TrainState) -> TrainState:
-    """A state after a step and, where a round ends with it, after the outer step; inside `shard_map`.
+    """The state after a step and, where a round ends with it, after the outer step; inside `shard_map`.
 
     Args:
       placement: of a step within a round.

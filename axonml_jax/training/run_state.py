@@ -1,4 +1,4 @@
-"""What a run is between steps: its first state, names of its leaves, replicas that are equal."""
+"""The state of a run between steps: its first value, its leaves by name for checkpoints, and checks that replicas are equal."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,12 +27,12 @@ from axonml_jax.training.transforms import kept_of, transforms_of
 
 
 def first_variables(model: Functional, given: Variables, rest: Rest, mesh: Mesh) -> Variables:
-    """A model's variables where they rest: those given, or made there by `model.create`."""
+    """Places a model's variables where they rest: those given, or those that `model.create` makes there."""
     return rest.place(given, mesh) if model.create is None else rest.create(model, mesh)
 
 
 class RestingState(NamedTuple):
-    """How a whole state rests.
+    """The resting forms of a run's whole state.
 
     Attributes:
       rest: its variables.
@@ -101,7 +101,7 @@ def resting_shapes(state: TrainState, placement: Placement, tx: optax.GradientTr
 
 
 def _resting(placement: Placement, tx: optax.GradientTransformation) -> RestingState:
-    """How a run's state rests without a trainer's options."""
+    """The resting forms of a run's state under the options that a trainer has by default."""
     rest = rest_of(in_round(placement))
     return RestingState(rest, rest.optimizer(tx), kept_of(transforms_of(rest)))
 
@@ -114,7 +114,7 @@ MODEL, _OPTIMIZER, _AVERAGE = "model/", "optimizer/", "ema/"
 
 
 def variable_leaves(model: Functional, variables: Variables, rest: Rest) -> dict[str, Leaf]:
-    """A model's variables, named as in its `state_dict` behind `model/`; trained and frozen ones side by side."""
+    """A model's variables by name, as in its `state_dict` behind `model/`; trained and frozen ones side by side."""
     prefix, (params, frozen) = MODEL + model.param_prefix, rest.param_leaves(variables)
     own = named_leaves(params) | named_leaves(frozen)
     for name, adapter in model.adapters.items():
@@ -171,14 +171,14 @@ def state_of_leaves(model: Functional, like: TrainState, arrays: Mapping[str, An
 
 
 def with_new_average(model: Functional, state: TrainState, at: RestingState) -> TrainState:
-    """A state whose moving average begins with the parameters as they are now; all else stays."""
+    """Restarts the moving average from the parameters as they are now; all else stays."""
     leaves = state_leaves(model, state, at)
     arrays = {name: leaf.array for name, leaf in leaves.items() if not name.startswith(_AVERAGE)}
     return state_of_leaves(model, state, arrays, at)
 
 
 def averaged_variables(model: Functional, state: TrainState, at: RestingState) -> Variables:
-    """A model's variables with the moving average in the place of the trained parameters: copies (see `with_ema`)."""
+    """A model's variables with the moving average in the place of the trained parameters, as copies (see `with_ema`)."""
     leaves = variable_leaves(model, state.variables, at.rest)
     own, averages = MODEL + model.param_prefix, named_leaves(at.optimizer.leaves(state.opt_state).ema)
 
@@ -224,7 +224,7 @@ class ReplicasDiffer(RuntimeError):
 
 @dataclass(frozen=True)
 class UnequalReplica:
-    """Arrays that are not the same on all devices that should hold the same.
+    """A device whose arrays differ from those of the devices that should hold the same.
 
     Attributes:
       device: the one whose arrays differ from those of most others.
@@ -246,7 +246,7 @@ class UnequalReplica:
 
 
 class CompareReplicas:
-    """Compares the parameters and the optimizer's state of devices that should hold the same: replicas of a part, or of all.
+    """Compares the parameters and optimizer state of devices that should hold the same: replicas of a part, or of all.
 
     Which these are is read from the arrays' shardings, so that only what is held more than once is compared: with DDP
     everything, with hybrid sharding what the replica groups hold, with FSDP alone next to nothing. The program is compiled
@@ -257,7 +257,7 @@ class CompareReplicas:
         self._compiled: Any = None
 
     def __call__(self, state: TrainState) -> list[UnequalReplica]:
-        """What differs; the same answer in every process, and all must call it.
+        """The devices that differ from their replicas, the same list in every process; all processes must call it.
 
         Args:
           state: between two steps.
@@ -287,13 +287,13 @@ def _held_more_than_once(state: TrainState) -> dict[str, jax.Array]:
 
 
 def _copies(leaf: jax.Array) -> int:
-    """How many devices hold the same part of an array."""
+    """The number of devices that hold the same part of an array."""
     shards = {str(index) for index in leaf.sharding.devices_indices_map(leaf.shape).values()}
     return len(leaf.sharding.device_set) // len(shards)
 
 
 def _program(leaves: Sequence[jax.Array]) -> Any:
-    """Checksums of all arrays, [devices, arrays, 2], a row on each device: nothing is sent."""
+    """Compiles the checksums of all arrays, [devices, arrays, 2], one row per device: nothing is sent."""
     mesh: Any = leaves[0].sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
     specs = [leaf.sharding.spec for leaf in leaves]  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -309,7 +309,7 @@ def _program(leaves: Sequence[jax.Array]) -> Any:
 
 
 def checksum(array: jax.Array) -> jax.Array:
-    """Two numbers of 32 bits that no single flipped bit leaves as they were, nor two elements that change places.
+    """Two 32-bit checksums, of which at least one changes when a bit flips, or when two elements are exchanged.
 
     >>> checksum(jnp.array([1.0, 2.0])).tolist() == checksum(jnp.array([2.0, 1.0])).tolist()
     False
@@ -321,7 +321,7 @@ def checksum(array: jax.Array) -> jax.Array:
 
 
 def _words(array: jax.Array) -> jax.Array:
-    """An array's bits as numbers of 32 bits at most."""
+    """An array's bits as unsigned integers of at most 32 bits."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         return _words(jax.random.key_data(array))
     if jnp.iscomplexobj(array):
@@ -335,7 +335,7 @@ def _words(array: jax.Array) -> jax.Array:
 def differences(
     names: Sequence[str], where: Sequence[tuple[Any, tuple[int, ...]]], sums: np.ndarray
 ) -> list[UnequalReplica]:
-    """Who differs, from the checksums of all arrays on all devices.
+    """Finds the devices that differ from their replicas, from the checksums of all arrays on all devices.
 
     Args:
       names: of the arrays.
@@ -364,7 +364,7 @@ def differences(
 
 
 def in_words(found: Sequence[UnequalReplica], step: int) -> str:
-    """What to tell people of replicas that differ."""
+    """The message of an error about replicas that differ."""
     more = f"; and {len(found) - _SHOWN} more devices" if len(found) > _SHOWN else ""
     return (
         f"after step {step} the replicas are not equal: {'; '.join(map(str, found[:_SHOWN]))}{more}. A bit has flipped in a "

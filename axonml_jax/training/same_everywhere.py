@@ -1,4 +1,4 @@
-"""Do all processes run the same thing? Asked before the first step; who differs is named instead of hanging in a collective.
+"""Checks that all processes run the same program on the same data, before a collective would hang where one differs.
 
 `check_same` compares what a program says; `check_first_step` all that a trainer's step depends on, `check_first_gradients` and
 `check_first_update` as much of a loop of one's own; `SameBatches` what processes evaluate on.
@@ -42,7 +42,7 @@ _REMEDIES = {
 
 
 def check_same(what: str, said: Mapping[str, Any], world: World) -> None:
-    """Compare what every process says. All must call it; a process alone has nothing to compare.
+    """Compare named values over all processes, which must all call it; a process alone has nothing to compare.
 
     Args:
       what: a name for this comparison, used once in a job.
@@ -82,13 +82,13 @@ def check_first_step(step: TrainStep, state: TrainState, batch: PyTree, given: M
 def check_first_gradients(
     differentiate: Differentiate, variables: Variables, key: jax.Array, batch: PyTree, given: Mapping[str, str]
 ) -> None:
-    """`check_first_step` of a loop of one's own, before its first gradients; of its optimizer nothing is known here."""
+    """`check_first_step` for a user's own loop, before its first gradients; its optimizer is not known here."""
     state = TrainState(step=None, variables=variables, opt_state=None, key=key)  # pyright: ignore[reportArgumentType]
     _check_first(differentiate, state, lambda shapes: differentiate.trace(variables, key, shapes), batch, given)
 
 
 def check_first_update(variables: Variables) -> None:
-    """Compare what an update of one's own has made of parameters that several devices hold; all processes call it.
+    """Compare the parameters after a user's own update on the devices that hold the same; all processes call it.
 
     Raises:
       ValueError: in every process, with the devices and arrays that differ, and the remedy.
@@ -103,7 +103,7 @@ def check_first_update(variables: Variables) -> None:
 
 
 class SameBatches:
-    """Whether the processes of a mesh give a call the same batches; each asks it of as many.
+    """Compares the batches that the processes of a mesh give to a call, and their number.
 
     Shapes are compared each time, values where shapes are new. A global array is the same in all: of batches that have nothing
     else only the first of each shape is asked for.
@@ -118,7 +118,7 @@ class SameBatches:
         self._alone = len({device.process_index for device in self._devices}) == 1
 
     def __call__(self, batch: PyTree, number: str = "") -> None:
-        """Compare one batch; with its number, that all have as many.
+        """Compare one batch; with its number, compare too that all processes have that many.
 
         Raises:
           ValueError: in every process, with what differs, the processes on each side, and the remedy.
@@ -131,7 +131,7 @@ class SameBatches:
         self._seen.add(shapes)
 
     def sometimes(self, batch: PyTree) -> None:
-        """Compare one of very many: the first of each shape, and number 1, 2, 4, 8 and so on. Raises as a call does."""
+        """Compare some of many batches: the first of each shape, and numbers 1, 2, 4, 8 and so on. Raises as a call does."""
         self._steps += 1
         arrays, shapes = _arrays_of(batch)
         whole = any(map(_is_whole_here, arrays.values())) and self._steps & (self._steps - 1) == 0
@@ -140,7 +140,7 @@ class SameBatches:
         self._seen.add(shapes)
 
     def walk(self, batches: Iterable[PyTree]) -> Iterator[PyTree]:
-        """Batches, each compared before it is handed out."""
+        """Yields batches after comparing each; at the end compares that all processes have as many."""
         for number, batch in enumerate(batches, 1):
             self(batch, f"batch number {number}")
             yield batch

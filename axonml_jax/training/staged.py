@@ -1,4 +1,4 @@
-"""How a pipeline's parameters and optimizer state rest: in buffers of stages."""
+"""How a pipeline's parameters and optimizer state rest: in buffers, each rank those of its own stages."""
 
 import functools
 from collections import Counter
@@ -47,7 +47,7 @@ from axonml_jax.training.rest import Part, Rest, RestingOptimizer, Square, clipp
 
 
 class Tree(NamedTuple):
-    """A tree among the arguments of an update.
+    """One tree of arrays per parameter among the arguments of an update, and where its leaves lie in buffers.
 
     Attributes:
       store: where its leaves lie.
@@ -63,14 +63,14 @@ class Tree(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a leaf lies, or the leaves that are one with it and behind it."""
+    """The slot in which a leaf lies, alone or together with those behind it that are updated as one."""
 
     slot: Slot
     alone: bool
 
 
 class Runs:
-    """How ranks update their parameters: one after the other, or several that are alike as if they were one, flat.
+    """Groups a rank's parameters for the update: neighbours that are updated alike become one flat array.
 
     Args:
       program: the update; None: no parameters are one.
@@ -89,7 +89,7 @@ class Runs:
         self._places = [self._of_rank(runs, whole) for runs in ranks]
 
     def held(self, buffers: Sequence[Buffers], rank: int) -> dict[int, jax.Array]:
-        """A rank's arguments by position; of parameters that are one those of the first."""
+        """A rank's arguments by position; a group of parameters stands at the position of its first."""
         values = {}
         for (number, leaf), (slot, alone) in self._places[rank].items():
             tree, value = self.trees[number], slot_value(slot, buffers[number][slot.group])
@@ -97,11 +97,11 @@ class Runs:
         return values
 
     def looks(self, rank: int) -> Hashable:
-        """What ranks have in common that may update what they hold alike: what lies where."""
+        """A key that is equal for ranks whose leaves lie at the same places, so that they may share one branch."""
         return tuple((number, slot, alone) for (number, _), (slot, alone) in self._places[rank].items())
 
     def pack(self, number: int, made: Mapping[int, Any]) -> Buffers:
-        """The buffers of one tree on a rank, from its results by position, as `held` gives arguments."""
+        """Packs one tree's results on a rank, by position, into its buffers; the inverse of `held`."""
         tree, packed = self.trees[number], {}
         for places in self._places:
             for (other, leaf), (slot, alone) in places.items():
@@ -111,7 +111,7 @@ class Runs:
         return Packing(tuple(packed)).pack(list(packed.values()), tree.store.buffers.sizes)
 
     def _runs(self, rank: int) -> list[list[int]]:
-        """A rank's parameters, those that are one together."""
+        """A rank's parameters in runs of neighbours that are updated as one."""
         slots, runs = self._store.slots, []
         for owner in sorted(self._store.leaves_of_rank(rank), key=lambda i: (slots[i].group, slots[i].offset)):
             if runs and self._follows(owner, runs[-1][-1]):
@@ -121,7 +121,7 @@ class Runs:
         return runs
 
     def _are_alike(self, ranks: Sequence[Sequence[Sequence[int]]]) -> bool:
-        """Whether on all ranks all of each buffer is one, and updated alike.
+        """Whether on all ranks each buffer is one run, updated by the same chain of operations.
 
         Then ranks that hold more and less of it update the whole buffer, in its place: numbers behind what they hold are never
         read. Else each rank updates its own in a branch, of which XLA makes new buffers beside the old ones.
@@ -138,7 +138,7 @@ class Runs:
         return alike and all(self._slot(place).offset == 0 for place in firsts)
 
     def _of_rank(self, runs: Sequence[Sequence[int]], whole: bool) -> dict[tuple[int, int], _Place]:
-        """Where a rank's leaves lie; of parameters that are one those of the first."""
+        """Places of a rank's leaves; a run of parameters has the place of its first, as long as all of them."""
         places = {}
         for run in runs:
             for each in zip(*(self._leaves[owner] for owner in run), strict=True):
@@ -149,7 +149,7 @@ class Runs:
         return places
 
     def _follows(self, owner: int, before: int) -> bool:
-        """Whether a parameter is updated like the one before it, and lies behind it in every tree."""
+        """Whether a parameter is updated like the one before it, and lies right behind it in every tree."""
         chain = self._chains.get(owner)
         if chain is None or chain != self._chains.get(before):
             return False
@@ -163,7 +163,7 @@ class Runs:
 
 
 def chains(program: ShardedProgram) -> dict[int, Hashable]:
-    """For every parameter what is done to each of its elements: equal where the same is done, and nothing but that."""
+    """For every parameter a key of the elementwise operations that update it; equal keys mean equal updates."""
     known: dict[Hashable, int] = {}  # what a value is made of, so that equal numbers made twice are one
     made: dict[int, Hashable] = {}
     counts: Counter[int] = Counter()
@@ -197,37 +197,37 @@ _STAGES, _WHOLE = "stages", "whole"
 
 
 class StagedOptimizer(RestingOptimizer):
-    """Its state in buffers of stages; what belongs to no parameter is whole on every rank."""
+    """The optimizer's state rests in buffers of stages; leaves that belong to no parameter are replicated."""
 
     @property
     def staging(self) -> Staging:
-        """Where parameters live."""
+        """The buffers in which parameters rest, and their stages."""
         assert self.placement.stages is not None
         return self.placement.stages
 
     @cached_property
     def layouts(self) -> list[Layout]:
-        """Of every leaf of its state."""
+        """The layout of every leaf of the optimizer's state."""
         return jax.tree.leaves(self.placed[0], is_leaf=is_layout)
 
     @property
     def owners(self) -> list[int | None]:
-        """Of every leaf the parameter (position) it belongs to, or None."""
+        """The parameter (position) that every leaf of the state belongs to, or None."""
         return self.placed[1]
 
     @cached_property
     def names(self) -> list[str]:
-        """Of every leaf."""
+        """The name of every leaf of the state."""
         return list(named_leaves(jax.tree.map(lambda _: 0, self.placed[0], is_leaf=is_layout)))
 
     @property
     def owned(self) -> list[int]:
-        """The leaves that belong to parameters."""
+        """The positions of the leaves that belong to parameters."""
         return [i for i, owner in enumerate(self.owners) if owner is not None]
 
     @cached_property
     def store(self) -> StageStore:
-        """How those rest."""
+        """The buffers of the leaves that belong to parameters."""
         staging, params = self.staging, self.staging.params
         owners = [i for i in self.owners if i is not None]
         stages, layouts = [params.stages[i] for i in owners], [self.layouts[i] for i in self.owned]
@@ -243,7 +243,7 @@ class StagedOptimizer(RestingOptimizer):
         return {_STAGES: self.store.specs(), _WHOLE: {name: PartitionSpec() for name in self._loose_names}}
 
     def at_rest(self, state: PyTree, buffers: Any) -> PyTree:
-        """The state at rest, from its tree, of which only leaves without a parameter are read, and the others' buffers."""
+        """The resting state from its buffers and, of its tree, the leaves without a parameter; others are not read."""
         leaves = jax.tree.leaves(state)
         return {_STAGES: buffers, _WHOLE: {self.names[i]: leaves[i] for i in self._loose}}
 
@@ -257,7 +257,7 @@ class StagedOptimizer(RestingOptimizer):
         return jax.tree.structure(self.placed[0], is_leaf=is_layout).unflatten(leaves)
 
     def first(self, params: PyTree, mesh: Mesh) -> PyTree:
-        """Every rank makes that of its own stages."""
+        """Every rank creates the state of its own stages."""
         specs, kept = self.specs(), self.placement.plan.offload
         first = self._first_whole if self.on_shards is None else self._first
         mapped = jax.shard_map(
@@ -270,20 +270,20 @@ class StagedOptimizer(RestingOptimizer):
         return offloaded(jax.jit(mapped, out_shardings=shardings(specs, mesh))(params), kept.optimizer)
 
     def _first(self, params: Any) -> PyTree:
-        """The first state at rest, inside `shard_map`; the program of `OnShards.first` makes it."""
+        """Creates this rank's part of the resting state by the program of `OnShards.first`, inside `shard_map`."""
         assert self.on_shards is not None
         mine, loose = self.on_shards.first.run({}, self._on_rank(params), self._pack_state)
         return {_STAGES: self.store.named(mine), _WHOLE: {self.names[i]: loose[i] for i in self._loose}}
 
     def _first_whole(self, params: Any) -> PyTree:
-        """The same of whole leaves, which every rank gathers for it. Communicates: one all-gather per buffer."""
+        """Creates the state from full leaves, which every rank gathers for it. Communicates: one all-gather per buffer."""
         state = self.tx.init(self.staging.treedefs[0].unflatten(self._gathered(self.staging.params, params)))
         leaves = jax.tree.leaves(state)
         mine = self._of_rank(lambda rank: self._packed(self._own_parts(leaves), rank))
         return self.at_rest(state, self.store.named(mine))
 
     def shapes(self, shapes: Variables) -> PyTree:
-        """Of the buffers, and of what belongs to no parameter."""
+        """Zeros of the buffers' shapes, and of the leaves that belong to no parameter."""
         cast = self.placement.plan.precision.cast_param
         loose = self.at_rest(jax.eval_shape(lambda params: self.tx.init(cast(params)), shapes.params), None)
         opt_state = {**loose, _STAGES: self.store.shapes()}
@@ -298,18 +298,18 @@ class StagedOptimizer(RestingOptimizer):
             return self._update(self.on_shards.program(loss), grads, opt_state, params, loss)
 
     def tree(self, opt_state: PyTree) -> PyTree:
-        """Copies, split over the devices; a state without arrays (plain SGD's) is the tree alone."""
+        """The state as optax made it: copies, split over the devices. A state without arrays (plain SGD's) has no copies."""
         if not jax.tree.leaves(opt_state):
             return self.unpacked([], opt_state)
         spread = self.store.spread(opt_state[_STAGES], _mesh_of(opt_state))
         return self.unpacked(spread, {_WHOLE: copies(opt_state[_WHOLE])})
 
     def leaves(self, opt_state: PyTree) -> PyTree:
-        """Of that tree."""
+        """Every leaf of the state in the model's shapes."""
         return jax.tree.map(Leaf, self.tree(opt_state))
 
     def resting(self, like: PyTree, fill: Callable[[PyTree], PyTree]) -> PyTree:
-        """Placed leaf by leaf."""
+        """Packs full leaves into buffers, leaf by leaf."""
         if not jax.tree.leaves(like):
             return like
         whole = fill(jax.tree.map(whole_shape, self.placed[0], is_leaf=is_layout))
@@ -321,7 +321,7 @@ class StagedOptimizer(RestingOptimizer):
     def _update(
         self, program: ShardedProgram, grads: Any, resting: PyTree, params: Any, loss: jax.Array
     ) -> tuple[Any, PyTree]:
-        """The update (`OnShards.program`) of the leaves that each rank holds, inside `shard_map`."""
+        """Runs the update (`OnShards.program`) of the leaves that each rank holds, inside `shard_map`."""
         store, count = self.staging.params, len(self.staging.params.layouts)
         whole = {count + i: resting[_WHOLE][self.names[i]] for i in self._loose}
         whole[2 * count + len(self.layouts)] = loss
@@ -347,7 +347,7 @@ class StagedOptimizer(RestingOptimizer):
         return store.named(new), {_STAGES: self.store.named(state), _WHOLE: loose}
 
     def _runs(self, program: ShardedProgram | None) -> Runs:
-        """How the update (gradients, state, parameters, loss) -> (parameters, state) goes through a rank's leaves."""
+        """Groups the leaves of the update (gradients, state, parameters, loss) -> (parameters, state)."""
         store, count, size = self.staging.params, len(self.staging.params.layouts), len(self.layouts)
         owners = [owner for owner in self.owners if owner is not None]
         state = Tree(self.store, owners, [count + i for i in self.owned], [count + i for i in self.owned])
@@ -355,7 +355,7 @@ class StagedOptimizer(RestingOptimizer):
         return Runs(program, (Tree(store, range(count), range(count)), state, params))
 
     def _update_whole(self, apply: Any, grads: Any, resting: PyTree, params: Any) -> tuple[Any, PyTree]:
-        """The same on whole leaves, which every rank gathers for it. Communicates: one all-gather per buffer."""
+        """Updates full leaves, which every rank gathers for it. Communicates: one all-gather per buffer."""
         stores = (self.staging.params, self.store, self.staging.params)
         wholes = [
             self._gathered(store, each) for store, each in zip(stores, (grads, resting[_STAGES], params), strict=True)
@@ -387,7 +387,7 @@ class StagedOptimizer(RestingOptimizer):
         return on_own_rank(axis_index(AXIS), self.staging.num_ranks, run)
 
     def _on_rank(self, params: Any) -> OnRank:
-        """What runs a function of a rank's own parameters."""
+        """A runner of functions of this rank's parameters, by position."""
         store = self.staging.params
 
         def own(work: Callable[[Held], Any], rank: int) -> Any:
@@ -397,7 +397,7 @@ class StagedOptimizer(RestingOptimizer):
         return lambda work: self._of_rank(lambda rank: own(work, rank))
 
     def _pack_state(self, made: dict[int, Any]) -> Buffers:
-        """A rank's state, by position in the tree."""
+        """Packs a rank's leaves of the state, by position in the tree, into its buffers."""
         at, layouts = enumerate(self.owned), self.store.layouts
         return _typed(self.store.pack({k: stored_shard(made[i], layouts[k]) for k, i in at if i in made}))
 
@@ -417,7 +417,7 @@ class StagedOptimizer(RestingOptimizer):
 
 
 def _typed(buffers: Buffers) -> Buffers:
-    """Typed alike on all ranks."""
+    """Types the buffers as varying over the pipeline axis and their own axes, as all ranks' must be."""
     return {group: vary(buffer, (AXIS, *group.axes)) for group, buffer in buffers.items()}
 
 
@@ -428,27 +428,27 @@ def _typed(buffers: Buffers) -> Buffers:
 
 
 class Staged(Rest):
-    """Per group of parameters one array, split over `pipe` and the group's own axes."""
+    """Parameters rest in one array for each group of them, split over `pipe` and the group's own axes."""
 
     @property
     def staging(self) -> Staging:
-        """Where parameters live."""
+        """The buffers in which parameters rest, and their stages."""
         assert self.placement.stages is not None
         return self.placement.stages
 
     def specs(self, variables: Variables) -> Variables:
-        """Of the buffers."""
+        """The specs of the buffers."""
         staging = self.staging
         return Variables(staging.params.specs(), staging.frozen.specs(), self.buffer_specs(variables.state))
 
     def place(self, variables: Variables, mesh: Mesh) -> Variables:
-        """Leaf by leaf; see `StageStore.place`."""
+        """Packs full variables into buffers, leaf by leaf (see `StageStore.place`)."""
         frozen = self.staging.place_frozen(self.placement.plan.precision.cast_param(variables.frozen), mesh)
         kept = offloaded(frozen, self.placement.plan.offload.params)
         return Variables(self.inside(variables.params, mesh), kept, replicated(variables.state, mesh))
 
     def create(self, model: Functional, mesh: Mesh) -> Variables:
-        """Every rank makes the parameters of its own stages."""
+        """Every rank creates the parameters of its own stages, under `jit`."""
         create, staging, placement = model.create, self.staging, self.placement
         assert create is not None
 
@@ -472,28 +472,28 @@ class Staged(Rest):
         return Variables(params, frozen, replicated(state, mesh))
 
     def shapes(self, shapes: Variables) -> Variables:
-        """Of the buffers."""
+        """Zeros of the buffers' shapes."""
         variables = Variables(self.staging.params.shapes(), self.staging.frozen.shapes(), shapes.state)
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables)
 
     def optimizer(self, tx: optax.GradientTransformation) -> RestingOptimizer:
-        """In buffers too."""
+        """The optimizer whose state rests in buffers of stages too."""
         return StagedOptimizer(tx, self.placement)
 
     def read(self, fun: Callable, model: Functional, variables: Variables, *args: Any) -> Any:
-        """Through the stages."""
+        """Runs the function through the stages."""
         return pipelined_call(fun, self.placement, variables, *args)
 
     def loss(self, objective: Objective, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, Any]:
-        """Through the stages."""
+        """The loss of this rank's rows, run through the stages (`pipelined_loss`)."""
         return pipelined_loss(objective, self.placement, variables, key, batch)
 
     def parts(self, grads: PyTree) -> Iterable[Part]:
-        """Buffer by buffer."""
+        """Every buffer of gradients, with its parameters' dtype and the mesh axes that split it."""
         return self.staging.parts(grads)
 
     def squares(self, tree: PyTree) -> Iterable[Square]:
-        """Every rank those of its own stages' leaves."""
+        """The sum of squares of every leaf; a rank contributes those of its own stages, and zeros for others."""
         staging, store = self.staging, self.staging.params
         kinds = [jnp.finfo(layout.dtype).dtype for layout in store.layouts]
         dtype = functools.reduce(jnp.promote_types, kinds, jnp.dtype(jnp.float32))
@@ -512,31 +512,31 @@ class Staged(Rest):
             yield from ((staging.names[i], vector[j], axes) for j, i in enumerate(leaves))
 
     def outside(self, params: PyTree, mesh: Mesh) -> PyTree:
-        """Copies, every array split over the devices as far as its dims divide."""
+        """Parameters as the model's tree: copies, every array split over the devices as far as its dims divide."""
         return self.staging.spread_params(params, mesh)
 
     def outside_frozen(self, frozen: PyTree, mesh: Mesh) -> PyTree:
-        """Likewise."""
+        """Frozen parameters as the model's tree, split likewise."""
         return self.staging.spread_frozen(frozen, mesh)
 
     def inside(self, params: PyTree, mesh: Mesh) -> PyTree:
-        """No device holds more than its own part, no process more than that and one array."""
+        """Packs parameters into buffers: no device holds more than its own part, no process more than that and one array."""
         placed = self.staging.place_params(self.placement.plan.precision.cast_param(params), mesh)
         return offloaded(placed, self.placement.plan.offload.params)
 
     def clip(self, grads: PyTree, max_norm: jax.Array, p: float, mesh: Mesh) -> tuple[PyTree, jax.Array]:
-        """Gradients outside a pipeline are the model's own tree, split anyhow."""
+        """Clips gradients of the model's own tree, however they are split."""
         size = norm(((grad, grad.dtype, ()) for grad in jax.tree.leaves(grads)), p)
         return clipped(grads, size, max_norm), size
 
     def param_leaves(self, variables: Variables) -> tuple[PyTree, PyTree]:
-        """As they are outside."""
+        """Parameters as the model's tree of `Leaf`."""
         mesh = _mesh_of(variables)
         params, frozen = self.outside(variables.params, mesh), self.outside_frozen(variables.frozen, mesh)
         return jax.tree.map(Leaf, params), jax.tree.map(Leaf, frozen)
 
     def resting(self, model: Functional, like: Variables, fill: Callable[[Variables], Variables]) -> Variables:
-        """Placed leaf by leaf."""
+        """Packs full parameters into buffers, leaf by leaf."""
         whole = fill(model.shapes)
         return self.place(whole, _mesh_of(whole))
 

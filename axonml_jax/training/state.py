@@ -1,4 +1,4 @@
-"""`TrainState`: everything a training run is between two steps."""
+"""`TrainState`: the state of a training run between two steps."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ from axonml_jax.sharding.layout import Layout, is_layout, to_host
 _FIELDS = ("step", "variables", "opt_state", "key")
 
 EXTRAS = ("loss_scale", "guard", "strategies", "rounds", "left_out")
-"""What transforms of a step may keep in a state, in the order in which a step takes them."""
+"""Names of the extras that a state may have, in the order in which a step takes them."""
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -57,18 +57,18 @@ class TrainState:
         return self.variables.params
 
     def __getattr__(self, name: str) -> Any:
-        """An extra by its name; None: nobody keeps it."""
+        """Looks up an extra by its name; None where nobody keeps it."""
         if name not in EXTRAS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         return self.extras.get(name)
 
     def keeping(self, **extras: Any) -> Self:
-        """The state with these extras in the place of those of the same names; None takes one out."""
+        """Returns the state with these extras set; None removes one."""
         held = {**self.extras, **extras}
         return replace(self, extras={name: value for name, value in held.items() if value is not None})
 
     def tree_flatten_with_keys(self) -> tuple:
-        """Extras stand beside the fields, so that the path of a leaf is `.guard.skipped`."""
+        """Flattens extras beside the fields, so that the path of a leaf is `.guard.skipped`."""
         names = (*_FIELDS, *(name for name in EXTRAS if name in self.extras))
         return tuple((jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names), names
 
@@ -152,7 +152,7 @@ def injected_rate(opt_state: Any) -> float:
 
 
 def with_rate(opt_state: Any, rate: float) -> Any:
-    """An optimizer's state in which `optax.inject_hyperparams` has another learning rate. Every process must call it.
+    """Sets the learning rate that `optax.inject_hyperparams` keeps in an optimizer's state. Every process must call it.
 
     Args:
       opt_state: the state as it rests, under any plan.
@@ -177,7 +177,7 @@ def with_rate(opt_state: Any, rate: float) -> Any:
 
 
 def hyperparameters(opt_state: Any) -> list[dict]:
-    """The mappings in which `optax.inject_hyperparams` keeps numbers, of a state as optax made it."""
+    """The mappings in which `optax.inject_hyperparams` keeps numbers, in a state as optax made it."""
     states = jax.tree.leaves(opt_state, is_leaf=lambda node: hasattr(node, "hyperparams"))
     return [state.hyperparams for state in states if hasattr(state, "hyperparams")]
 

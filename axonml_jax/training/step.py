@@ -108,7 +108,7 @@ class TrainStep:
 
     @property
     def recompute(self) -> Any:
-        """What units keep for their backward: what the plan says, or what was chosen for the last step, within its `memory`."""
+        """The recomputation of units: what the plan says, or what was chosen for the last step within its `memory`."""
         plan = self.placement.plan
         return plan.remat if plan.memory is None else self._compiled.found
 
@@ -123,7 +123,7 @@ class TrainStep:
             return self._compiled.trace(state, self.placement.batch_layout.placed(batch, self.mesh))
 
     def as_written(self, state: TrainState, batch: PyTree):
-        """As `trace`, without what XLA:CPU needs: after a step on arrays like these what that step has traced."""
+        """The trace of the step without the passes for XLA:CPU; after a step on arrays like these, that of this step."""
         with no_mesh_around(), folding:
             return self._compiled.as_written(state, self.placement.batch_layout.placed(batch, self.mesh))
 
@@ -135,12 +135,12 @@ class TrainStep:
 
     @no_mesh_around()
     def state_leaves(self, state: TrainState) -> dict[str, Leaf]:
-        """Everything in a state by a name that is the same under every plan; what checkpoints hold."""
+        """All arrays of a state by names that are the same under every plan: what checkpoints hold."""
         return state_leaves(self.model, state, self.at_rest)
 
     @no_mesh_around()
     def state_of_leaves(self, like: TrainState, arrays: Mapping[str, Any]) -> TrainState:
-        """The inverse of `state_leaves`, in the structure of a state."""
+        """Rebuilds a state like `like` from arrays by name; the inverse of `state_leaves`."""
         return state_of_leaves(self.model, like, arrays, self.at_rest)
 
     def minimum_traffic(self) -> Fraction:
@@ -169,7 +169,7 @@ class TrainStep:
         return new, metrics
 
     def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """The step that transforms are around: gradients, then an update, of what is this rank's own."""
+        """The step inside all `around_step` transforms, on one rank: gradients, then an update."""
         own = self._own(state, inwards=True)
         made = composed(self._gradients, "around_gradients", self.transforms)(Reading(own, batch))
         after, more = composed(self._update, "around_update", self.transforms)(made, own)
@@ -186,7 +186,7 @@ class TrainStep:
         return replace(before, variables=variables, opt_state=new[1]), {}
 
     def _own(self, state: TrainState, *, inwards: bool) -> TrainState:
-        """A rank's own of a state as it rests, inside `shard_map`, or the inverse."""
+        """A rank's part of a resting state, inside `shard_map`; with `inwards=False` the inverse."""
         rest, kept = self.rest, self.at_rest.kept
         extras = {
             name: kept[name].enter(value) if inwards else kept[name].leave(value)
@@ -198,7 +198,7 @@ class TrainStep:
 
 
 def forward_mode(placement: Placement, training: bool | None) -> Mode:
-    """How the model runs under a plan."""
+    """The mode in which the model runs under a plan."""
     plan = placement.plan
     joined = placement.axes.synced if plan.batch_stats == "global" else ()
     return Mode(training=training, batch_norm_axes=joined, sum_over_ranks=sum_over, precision=plan.precision)
@@ -214,7 +214,7 @@ def objective_of(
     trains: bool = False,
     gradients: bool = True,
 ) -> Objective:
-    """A loss function on a model, as it runs under a plan; of every rank's own rows without `sync`.
+    """Builds the objective of a loss function on a model under a plan; without `sync`, that of every rank's own rows.
 
     With `trains` it is refused where nothing that is trained reaches it, with `gradients` where layers give it wrong ones, or
     trained parameters have none.
@@ -243,9 +243,9 @@ def _refuse_whole_numbers(params: PyTree) -> None:
 
 
 def whole_batch(placement: Placement, loss_fn: LossFn, sync: bool = True) -> "WholeBatch | None":
-    """What a loss means on the whole batch, or on all of a replica that trains by itself; None where ranks have no parts of it.
+    """Builds the evaluator of a loss over the global batch (or a replica's); None if a rank already has all rows.
 
-    Without `sync` every rank is one. It is not known where several axes split positions.
+    Without `sync` every rank counts as a replica. None too where several axes split positions, which it does not support.
     """
     axes = placement.axes
     apart, synced = (axes.independent, axes.synced) if sync else (axes.batch, ())
@@ -285,7 +285,7 @@ def refuse_draws_by_rows(placement: Placement, whole: "WholeBatch | None") -> No
 
 
 def _positions(placement: Placement) -> tuple:
-    """The ranks that split positions, and what is entered where code sees whole sequences."""
+    """The group of ranks that splits positions, and the context in which code sees whole sequences; empty where none does."""
     if not (along := placement.axes.positions):
         return ()
     from axonml_jax.meaning.places import Group
@@ -296,17 +296,17 @@ def _positions(placement: Placement) -> tuple:
 
 
 def step_key(state: TrainState) -> jax.Array:
-    """The randomness of the step that starts from `state`."""
+    """The random key of the step that starts from `state`."""
     return jax.random.fold_in(state.key, state.step)
 
 
 def _parts(state: TrainState) -> tuple[int, ...]:
-    """Which objects a state is made of; a trainer puts the model's own variables into its state for every step."""
+    """Identities of a state's parts; a trainer puts the model's own variables into its state for every step."""
     return id(state.variables), id(state.opt_state)
 
 
 def _refuse_given_up(state: TrainState) -> None:
-    """Before XLA gets it: jax 0.10 ends the process where a donated array is donated again on several CPU devices."""
+    """Refuse a donated state before XLA does: jax 0.10 ends the process where it is donated again on several CPU devices."""
     leaves = named_leaves(state)
     if gone := [name for name, leaf in leaves.items() if is_deleted(leaf)]:
         shown = ", ".join(gone[:5]) + f" and {len(gone) - 5} more" * (len(gone) > 5)

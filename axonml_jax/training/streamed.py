@@ -1,4 +1,4 @@
-"""An update of what rests in host memory, piece by piece, so that the device holds two pieces of it at a time."""
+"""An update of arrays that rest in host memory, piece by piece, so that the device holds two pieces at a time."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -94,7 +94,7 @@ PIECE = 2**22
 """Bytes up to which leaves are loaded together, and above which a leaf is updated slice by slice."""
 
 AHEAD = 2
-"""A piece is loaded once the piece so many before it has been stored."""
+"""The number of pieces in flight: a piece is loaded once the piece this many before it has been stored."""
 
 UpdateOfTrees = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]]
 """(gradients, parameters, optimizer's state) -> (parameters, optimizer's state, anything else), all in device memory."""
@@ -102,7 +102,7 @@ UpdateOfTrees = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree]
 
 @dataclass(frozen=True)
 class Streamed(StepTransform):
-    """An update of what rests in host memory.
+    """Streams an update: arrays that rest in host memory are loaded, updated and stored piece by piece.
 
     Attributes:
       offload: what rests there.
@@ -113,7 +113,7 @@ class Streamed(StepTransform):
     sliced: bool
 
     def around_update(self, run: Update) -> Update:
-        """In pieces."""
+        """Runs the update piece by piece."""
 
         def in_pieces(made: Gradients, before: TrainState) -> tuple[TrainState, Metrics]:
             def update(grads: PyTree, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree, PyTree]:
@@ -131,7 +131,7 @@ class Streamed(StepTransform):
 
 
 class StreamedPiece(NamedTuple):
-    """Results that need the same arguments.
+    """Results that need the same arguments, and are therefore updated together.
 
     Attributes:
       needed: numbers of these arguments.
@@ -150,7 +150,7 @@ def streamed(
     *,
     sliced: bool = True,
 ) -> tuple:
-    """`update(*held)`, inside a compiled program, of arguments of which some rest in host memory.
+    """Runs `update(*held)` piece by piece, inside a compiled program; some of the arguments rest in host memory.
 
     Which results need which arguments is seen in the traced program. An optimizer that mixes leaves on the host (a norm over
     all gradients that rest there) makes a single piece of everything.
@@ -180,7 +180,7 @@ def streamed(
 def _traced(
     update: UpdateOfTrees, leaves: Sequence[jax.Array], treedef: Any, rests: Any, grads: int, trips: Sequence[int]
 ):
-    """The update as a stream, and the structure of its results. Nobody reads the first slices that it is traced with."""
+    """The update as a stream, and the structure of its results; it is traced with the first slices, which nobody reads."""
     first = [leaf if n == 1 else leaf[: len(leaf) // n] for leaf, n in zip(leaves, trips, strict=True)]
     traced = trace(update, *treedef.unflatten(to_device_memory(first)))
     program = read_program(traced.jaxpr)
@@ -206,7 +206,7 @@ def _trips(leaves: Sequence[jax.Array], rests: Sequence[bool]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Stream:
-    """An update as a program of its arguments' first slices.
+    """An update as the program of one slice, and the arrays that it runs on.
 
     Attributes:
       program: the update.
@@ -223,7 +223,7 @@ class _Stream:
     replaced: Mapping[int, int]
 
     def run(self, after: jax.Array) -> list[jax.Array]:
-        """The results, each where it rests."""
+        """Runs the update, and returns its results, each where it rests."""
         needs = self._needs()
         pieces = self._joined(self._pieces(needs))
         shared, own = self._work(needs, pieces)
@@ -241,7 +241,7 @@ class _Stream:
         return [done[i] for i in sorted(done)]
 
     def is_sound(self) -> bool:
-        """Whether every result that takes the place of a sliced argument is made, of arguments sliced like it alone."""
+        """Whether every result that replaces a sliced argument is computed, from arguments that are sliced like it alone."""
         made: dict[int, StreamedPiece] = {i: piece for piece in self._pieces(self._needs()) for i in piece.results}
         for i, number in self.replaced.items():
             piece = made.get(i)
@@ -317,7 +317,7 @@ class _Stream:
         return [pieces[first] for first in sorted(pieces)]
 
     def _joined(self, pieces: Sequence[StreamedPiece]) -> list[StreamedPiece]:
-        """Neighbours together while they stay small."""
+        """Merges neighbouring pieces while they stay below `PIECE` bytes."""
         joined, held = [], 0
         for piece in pieces:
             size = sum(leaf.size * leaf.dtype.itemsize for leaf in map(self.leaves.__getitem__, piece.needed))

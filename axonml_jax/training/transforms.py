@@ -1,4 +1,4 @@
-"""The transforms of a training step: all there are, and their order."""
+"""The register of a training step's transforms, and their order."""
 
 from dataclasses import dataclass
 from numbers import Real
@@ -13,7 +13,7 @@ from axonml_jax.training.update import ClipByNorm, JoinedBuffers, LayerNorms, No
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What a trainer asks for beside the plan.
+    """The options of a step that a trainer has beside the plan.
 
     Attributes:
       max_grad_norm: clip gradients to this global norm; None does not clip.
@@ -42,7 +42,7 @@ class StepOptions:
 def transforms_of(
     rest: Rest, options: StepOptions = StepOptions(), model: Functional | None = None
 ) -> tuple[StepTransform, ...]:
-    """What a plan on its mesh, a trainer and a model ask for, the outermost first.
+    """The transforms that a plan on its mesh, a trainer and a model ask for, the outermost first.
 
     Nothing is imported for what nobody asks for. Behind each stands what it is around.
 
@@ -86,5 +86,5 @@ def transforms_of(
 
 
 def kept_of(transforms: tuple[StepTransform, ...]) -> dict[str, Kept]:
-    """What transforms keep from one step to the next, by its name in `TrainState.extras`."""
+    """The state that transforms keep from one step to the next, by name in `TrainState.extras`."""
     return {name: kept for transform in transforms for name, kept in transform.kept().items()}

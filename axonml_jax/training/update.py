@@ -1,4 +1,4 @@
-"""Around the update: the norm of gradients, clipping by it, and the model's own state made equal over ranks."""
+"""Transforms around the update: the norm of gradients, clipping by it, and the model's own state made equal over ranks."""
 
 from dataclasses import dataclass, replace
 
@@ -26,13 +26,13 @@ from axonml_jax.training.state import TrainState
 
 @dataclass(frozen=True)
 class Norm(StepTransform):
-    """The norm of a step's gradients, before clipping."""
+    """Measures the global norm of a step's gradients, before clipping."""
 
     rest: Rest
     p: float
 
     def around_gradients(self, run: Differentiate) -> Differentiate:
-        """Measured afterwards."""
+        """Measures the norm after differentiating."""
 
         def measured(reading: Reading) -> Gradients:
             made = run(reading)
@@ -43,12 +43,12 @@ class Norm(StepTransform):
 
 @dataclass(frozen=True)
 class LayerNorms(StepTransform):
-    """Metrics: the norms, layer by layer, of gradients before clipping and of the parameters that they are of."""
+    """Adds metrics: the norms of gradients, before clipping, and of parameters, layer by layer."""
 
     rest: Rest
 
     def around_gradients(self, run: Differentiate) -> Differentiate:
-        """Measured afterwards."""
+        """Measures the norms after differentiating."""
 
         def measured(reading: Reading) -> Gradients:
             made = run(reading)
@@ -63,12 +63,12 @@ class LayerNorms(StepTransform):
 
 @dataclass(frozen=True)
 class ClipByNorm(StepTransform):
-    """Gradients scaled down where their norm is over a limit."""
+    """Scales gradients down where their norm is over a limit."""
 
     max_norm: float
 
     def around_update(self, run: Update) -> Update:
-        """Clipped before."""
+        """Clips before the update."""
         return lambda made, before: run(made._replace(grads=clipped(made.grads, made.norm, self.max_norm)), before)
 
 
@@ -78,7 +78,7 @@ class ClipByNorm(StepTransform):
 
 
 def sync_buffers(before: PyTree, state: PyTree, placement: Placement, model: Functional) -> PyTree:
-    """The state every rank goes on with.
+    """Joins the model's own state over ranks after a step, so that all go on with the same.
 
     A leaf that a module class declares (`Functional.state_joins`) joins over all ranks that train one model as declared. Of
     the others, with `batch_stats="global"` floating leaves become the mean over ranks (exact for averages of per-example
@@ -134,7 +134,7 @@ def _refuse_other_shapes(before: PyTree, after: PyTree) -> None:
 
 
 def _joined(join: Join, before: jax.Array, leaf: jax.Array, placement: Placement) -> jax.Array:
-    """A declared leaf; what is typed as the same everywhere was still added by every rank."""
+    """Joins a leaf as it is declared. A sum is joined even where the leaf is typed as invariant: every rank has added to it."""
     axes = placement.axes.synced
     if not axes:
         return leaf
@@ -167,13 +167,13 @@ def first_ranks(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 @dataclass(frozen=True)
 class JoinedBuffers(StepTransform):
-    """The model's own state made equal on all ranks after an update, and then what its modules' hooks make of it."""
+    """Joins the model's own state over ranks after an update, and then runs its modules' `after_update` hooks."""
 
     placement: Placement
     model: Functional
 
     def around_update(self, run: Update) -> Update:
-        """Joined afterwards."""
+        """Joins buffers after the update."""
 
         def joined(made: Gradients, before: TrainState) -> tuple[TrainState, Metrics]:
             after, metrics = run(made, before)
@@ -192,11 +192,11 @@ class JoinedBuffers(StepTransform):
 
 
 class Clip:
-    """`clip(grads, max_norm) -> (clipped, norm)` of gradients as users see them, compiled once."""
+    """`clip(grads, max_norm) -> (clipped, norm)` of gradients in the model's own tree, compiled once."""
 
     def __init__(self, rest: Rest, mesh: Mesh, norm_type: float):
         self._compiled = jax.jit(lambda grads, max_norm: rest.clip(grads, max_norm, norm_type, mesh))
 
     def __call__(self, grads: PyTree, max_norm: float) -> tuple[PyTree, jax.Array]:
-        """Clip; under NO_SYNC every rank's own gradients by their own norm."""
+        """`grads` clipped by their global norm; under NO_SYNC each rank's by its own norm."""
         return bound_run_ahead(self._compiled(grads, max_norm))
