@@ -36,12 +36,7 @@ CommHook = Callable[[jax.Array, tuple[str, ...]], jax.Array]
 
 
 def all_reduce_leaves(
-    leaves: Sequence[jax.Array],
-    axes: AxisNames,
-    *,
-    flat: bool,
-    comm_dtype=None,
-    comm_hook: CommHook | None = None,
+    leaves: Sequence[jax.Array], axes: AxisNames, *, flat: bool, comm_dtype=None, comm_hook: CommHook | None = None
 ) -> list[jax.Array]:
     """Sum each leaf over `axes`, all of them as one reduction.
 

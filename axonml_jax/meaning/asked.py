@@ -229,7 +229,10 @@ class _CallsAlone(Following):
 
     def __init__(self, asked: Asked, whole: Traced, number: int):
         super().__init__((asked.groups[number],))
-        self.asked, self.whole, self.number, self.noted = asked, whole, number, []
+        self.asked = asked
+        self.whole = whole
+        self.number = number
+        self.noted = []
 
     def equation(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
         """A call's results are placed as its shapes say."""

@@ -312,7 +312,10 @@ class WithinBytes:
         self, allowance: int, rates: Rates, fronts: dict[Any, list[Price]] | None = None, host: float = math.inf,
         as_one: bool = True,
     ):  # fmt: skip
-        self.allowance, self.rates, self.host, self.as_one = allowance, rates, host, as_one
+        self.allowance = allowance
+        self.rates = rates
+        self.host = host
+        self.as_one = as_one
         self.found: Recompute | None = None
         self._fronts = {} if fronts is None else fronts
 

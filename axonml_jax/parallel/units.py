@@ -422,12 +422,7 @@ class UnitLoop:
     scope: Callable[[], Any]
 
     def apply(
-        self,
-        weights: Values,
-        inputs: Values,
-        shards: Values,
-        slices: Slices,
-        transform: Transform = lambda work: work,
+        self, weights: Values, inputs: Values, shards: Values, slices: Slices, transform: Transform = lambda work: work
     ) -> Values:
         """The results; each trip's work as `transform` makes it."""
         given = self._given(inputs, self.prelude.apply(weights))
@@ -780,7 +775,11 @@ class _Run:
         self, placement: Placement, shards: list, layouts: list[Layout], trained: int, cut: Cut, args: list,
         names: list[str],
     ):  # fmt: skip
-        self.placement, self.shards, self.layouts, self.trained, self.cut = placement, shards, layouts, trained, cut
+        self.placement = placement
+        self.shards = shards
+        self.layouts = layouts
+        self.trained = trained
+        self.cut = cut
         assert placement.at_use is not None
         self.prefetch = placement.at_use.prefetch
         self.inputs = dict(cut.program.constants) | dict(zip(cut.program.inputs[len(shards) :], args, strict=True))

@@ -545,10 +545,7 @@ class Packing:
 
     @classmethod
     def of(
-        cls,
-        arrays: Iterable[Any],
-        axis: str | None = None,
-        split: tuple[PartRanks, Sequence[int | None]] | None = None,
+        cls, arrays: Iterable[Any], axis: str | None = None, split: tuple[PartRanks, Sequence[int | None]] | None = None
     ) -> "Packing":
         """One array behind the other, each in the group of its dtype, its varying axes and whether it is in parts.
 

@@ -1475,7 +1475,10 @@ class _PiecesRun:
         blocks: Mapping[str, Sequence[int]],
     ):
         assert placement.stages is not None
-        self.fun, self.placement, self.staging, self.variables = fun, placement, placement.stages, variables
+        self.fun = fun
+        self.placement = placement
+        self.staging = placement.stages
+        self.variables = variables
         self.keys, (self.batch, self.batch_tree) = keys, jax.tree.flatten(batch)
         wide = (AXIS, *placement.axes.batch)
         shapes = {name: x.shape[1:] for name, x in named_leaves(batch).items()}

@@ -302,12 +302,7 @@ def filled_of(wire: ReduceWire, elements: int) -> int:
 
 
 def scatter_sum_packed(
-    leaves: Sequence[jax.Array],
-    axis: AxisNames,
-    dims: Sequence[int],
-    wire: ReduceWire,
-    *,
-    flat: bool,
+    leaves: Sequence[jax.Array], axis: AxisNames, dims: Sequence[int], wire: ReduceWire, *, flat: bool
 ) -> list[jax.Array]:
     """Sum each leaf over the ranks of `axis` and keep this rank's part of its dim.
 

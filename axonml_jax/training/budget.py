@@ -101,7 +101,10 @@ class Budgeted:
     """
 
     def __init__(self, step: Any, mesh: Mesh, accept: Callable[[Any], None] | None, **options: Any):
-        self._step, self._mesh, self._accept, self._options = step, mesh, accept, options
+        self._step = step
+        self._mesh = mesh
+        self._accept = accept
+        self._options = options
         self._known: dict[Any, tuple[Any, Compiled]] = {}
         self._fronts: dict[Any, Any] = {}
         self.found: Recompute | str | None = None

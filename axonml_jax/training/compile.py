@@ -17,13 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from axonml_jax.compat.jaxpr import constants_within
-from axonml_jax.compat.order import (
-    callers_line,
-    placements_read,
-    platform_around,
-    refuses_placement,
-    trace_settings,
-)
+from axonml_jax.compat.order import callers_line, placements_read, platform_around, refuses_placement, trace_settings
 from axonml_jax.compat.versions import CPU_BARRIER_OPTIONS
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.sharding.layout import is_layout

@@ -59,7 +59,11 @@ class Differentiate:
         sync: bool,
         accept: Callable[[Any], None] | None = None,
     ):
-        self.model, self.placement, self.rest, self.mesh, self.sync = model, placement, rest_of(placement), mesh, sync
+        self.model = model
+        self.placement = placement
+        self.rest = rest_of(placement)
+        self.mesh = mesh
+        self.sync = sync
         if not sync:
             _refuse_unstackable(placement)
         self.objective = objective_of(model, loss_fn, placement, training, sync=sync)
@@ -321,7 +325,10 @@ class EvalStep:
         alike: tuple[str, ...] = (),
     ):
         """`alike`: the axes along which all ranks have the same rows."""
-        self.placement, self.rest, self.mesh, self._alike = placement, rest_of(placement), mesh, alike
+        self.placement = placement
+        self.rest = rest_of(placement)
+        self.mesh = mesh
+        self._alike = alike
         self._given, self._weighted = (model, loss_fn, accept), {}
         objective = objective_of(model, loss_fn, placement, training=False, gradients=False)
         self.objective = replace(objective, loss_fn=self._noting)
@@ -570,7 +577,10 @@ class Forward:
         fun: Callable[..., PyTree] | None = None,
     ):
         """`fun`: `fun(model, *args, **kwargs)` in the place of the model's own call."""
-        self.model, self.placement, self.rest, self.mesh = model, placement, rest_of(placement), mesh
+        self.model = model
+        self.placement = placement
+        self.rest = rest_of(placement)
+        self.mesh = mesh
         self.fun, self.row_dims = fun or (lambda model, *args, **kwargs: model(*args, **kwargs)), None
         self.mode = forward_mode(placement, training)
         options = {"static_argnames": "static", "compiler_options": compiler_options(placement, mesh)}

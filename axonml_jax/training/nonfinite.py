@@ -10,16 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from axonml_jax.base import PyTree, named_leaves
 from axonml_jax.sharding.layout import Leaf, place
-from axonml_jax.training.compose import (
-    Differentiate,
-    Gradients,
-    Kept,
-    Metrics,
-    Reading,
-    StepTransform,
-    Update,
-    filled,
-)
+from axonml_jax.training.compose import Differentiate, Gradients, Kept, Metrics, Reading, StepTransform, Update, filled
 from axonml_jax.training.rest import Rest
 from axonml_jax.training.state import TrainState
 

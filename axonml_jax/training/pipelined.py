@@ -140,13 +140,7 @@ def _run(
     assert staging is not None
     timetable = staging.policy.timetable(staging.num_ranks, count)
     piped = run_pieces(
-        fun,
-        placement,
-        variables,
-        keys,
-        batches,
-        timetable if backward else timetable.forward_only,
-        blocks,
+        fun, placement, variables, keys, batches, timetable if backward else timetable.forward_only, blocks
     )
     return piped.grads, piped.aux, piped.state, piped.outputs
 

@@ -114,7 +114,10 @@ class SameBatches:
     """
 
     def __init__(self, mesh: Mesh, call: str):
-        self._devices, self._call, self._seen, self._steps = list(mesh.devices.flat), call, set(), 0
+        self._devices = list(mesh.devices.flat)
+        self._call = call
+        self._seen = set()
+        self._steps = 0
         self._alone = len({device.process_index for device in self._devices}) == 1
 
     def __call__(self, batch: PyTree, number: str = "") -> None:
