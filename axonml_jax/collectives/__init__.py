@@ -1,4 +1,4 @@
-"""TALK: every communicating primitive of JAX that this library calls is called here.
+"""Collectives: every communicating primitive of JAX that this library calls is called here.
 
 A public collective has one name and two contexts: traced inside `shard_map`, where a group may be given as axis names,
 and eager, called by every rank of a process group with its own value.

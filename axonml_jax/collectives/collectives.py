@@ -65,7 +65,7 @@ class Scope:
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Where along the axes the group's ranks sit, in the group's order."""
+        """Positions of the group's ranks along the axes, in the group's order."""
         return tuple(range(self.extent)) if self.members is None else self.members
 
     @property
@@ -83,7 +83,7 @@ class Scope:
         return types_are_checked(self.axes[0])
 
     def index(self) -> jax.Array:
-        """This rank's position in the group; outside the group 0, to be masked by `inside`."""
+        """This rank's position in the group; 0 outside the group, to be masked by `inside`."""
         along = jnp.asarray(jax.lax.axis_index(self.axes))
         if self.members is None:
             return along
@@ -575,7 +575,7 @@ def summed(x: jax.Array, scope: Scope) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _extreme(x, scope: Scope, op: ReduceOp):
-    """MIN or MAX over the members. JAX gives pmin and pmax no derivative; this one is linear, so that it transposes."""
+    """MIN or MAX over the members. JAX gives pmin and pmax no derivative; this one has a linear one, so that it transposes."""
     reduce = jax.lax.pmin if op is ReduceOp.MIN else jax.lax.pmax
     if scope.members is None:
         best = reduce(x, scope.axes)

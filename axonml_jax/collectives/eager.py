@@ -1,4 +1,4 @@
-"""What only eager ranks do: send to one another, exchange objects, join unequal batches."""
+"""Collectives for eager ranks only: point-to-point messages, Python objects, unequal numbers of batches."""
 
 import json
 import os
@@ -98,7 +98,7 @@ class join:
         return jax.tree.map(lambda total: total / divisor, self._sum(gradients))
 
     def final(self, tree):
-        """After the block: the tree of a rank that took the most steps, on every rank.
+        """The tree of a rank that took the most steps, on every rank; called after the block.
 
         Args:
           tree: a pytree of arrays, such as the parameters; a rank that stopped early missed the last updates.
@@ -156,7 +156,7 @@ class OnlyPickled(ValueError):
 
 
 def encoded(obj: Any, environ: Mapping[str, str] = os.environ) -> bytes:
-    """The bytes of an object.
+    """Encodes an object as bytes: JSON, or else a pickle.
 
     Args:
       obj: None, a boolean, number or text, or lists and dicts (with text as keys) of these; anything else is pickled.
@@ -180,7 +180,7 @@ def encoded(obj: Any, environ: Mapping[str, str] = os.environ) -> bytes:
 
 
 def decoded(data: bytes, environ: Mapping[str, str] = os.environ) -> Any:
-    """The object of some bytes. A pickle may run code while it is read.
+    """Decodes an object from bytes. A pickle may run code while it is read.
 
     Raises:
       OnlyPickled: for a pickle, when these are forbidden.
@@ -208,7 +208,7 @@ def pickles_forbidden(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def _strange(value: Any, place: str = "") -> str | None:
-    """What of a value JSON does not give back as it was; None when there is nothing."""
+    """Describes the part of a value that JSON does not give back as it was; None where there is none."""
     kind = type(value)
     if value is None or kind in (bool, int, float):
         return None
@@ -317,7 +317,7 @@ _REMEDY = (
 
 
 def all_gather_object(obj: Any, group: Group) -> list[Any]:
-    """Every rank's object, in the group's order, on every rank.
+    """Gathers every rank's object on every rank, in the group's order.
 
     Args:
       obj: sent as JSON where that holds all of it (None, booleans, numbers, text, lists, dicts with text as keys), else
@@ -341,7 +341,7 @@ def all_gather_object(obj: Any, group: Group) -> list[Any]:
 
 
 def broadcast_object(obj: Any, group: Group, src: int = 0) -> Any:
-    """The object of the rank at position `src`, on every rank.
+    """Gives every rank the object of the rank at position `src`.
 
     Args:
       obj: see `all_gather_object`; only that of `src` is read.
@@ -369,7 +369,7 @@ def _refuse_traced_objects(name: str, group: Group):
 
 
 def _encoded(name: str, obj: Any) -> tuple[np.ndarray, str]:
-    """The object's bytes; none, and why, where it cannot be sent: the others, who wait for it, must hear of that."""
+    """Encodes an object; where it cannot be sent, no bytes, and the reason: the other ranks, which wait, must hear of it."""
     nothing = np.zeros(0, np.uint8)
     try:
         data = np.frombuffer(encoded(obj), np.uint8)

@@ -1,4 +1,4 @@
-"""Gradients summed over ranks: pairs of a forward and its backward, buckets, synchronizers."""
+"""Gradients summed over ranks: several leaves as one reduction, pairs of a forward and its backward, buckets, synchronizers."""
 
 import enum
 from collections.abc import Callable, Collection, Sequence
@@ -27,8 +27,6 @@ from axonml_jax.mesh.axes import AxisNames, as_axes
 
 # --------------------------------------------------------------------------------------------------
 # Several leaves summed over mesh axes as one reduction, with or without a flat copy; traced, no gradient rules.
-#
-# `collectives/gradients.py` decides which leaves go together; here they travel.
 # --------------------------------------------------------------------------------------------------
 
 CommHook = Callable[[jax.Array, tuple[str, ...]], jax.Array]
@@ -175,7 +173,7 @@ def exchange_leaves(rows: Sequence[jax.Array], axes: AxisNames, *, flat: bool) -
 
 
 def parts_along(leaf: jax.Array, dim: int, count: int) -> jax.Array:
-    """[..., n*d, ...] as its n parts: [n, ..., d, ...]."""
+    """Splits a dim into n parts along a new dim 0: [..., n*d, ...] -> [n, ..., d, ...]."""
     shape = leaf.shape
     return jnp.moveaxis(leaf.reshape(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]), dim, 0)
 
@@ -438,7 +436,7 @@ def split_to(x: jax.Array, axes: AxisNames, dim: int = -1) -> jax.Array:
 
 
 def own_slice(x: jax.Array, axes: AxisNames, dim: int) -> jax.Array:
-    """The slice of `x` along `dim` that belongs to this rank of `axes` (no gradient rule of its own)."""
+    """This rank's slice of `x` along `dim` (no gradient rule of its own)."""
     names = as_axes(axes)
     count = jax.lax.axis_size(names)
     require_divisible(f"split over {names}", x.shape, dim, count)
@@ -474,7 +472,7 @@ def zeros_like_varying(x: jax.Array, dtype=None) -> jax.Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# Gradients averaged over a group after the backward pass, leaf by leaf; `collectives/gradients.py` packs them first.
+# Gradients averaged over a group after the backward pass, leaf by leaf.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -676,7 +674,7 @@ class Partial:
     lacking: frozenset[AxisNames]
 
     def summed(self, axis: AxisNames, total: jax.Array) -> "Partial":
-        """With the sum over an axis in its place; where ranks have nothing to sum along it, with itself."""
+        """Replaces the value by its sum over an axis; where ranks have nothing to sum along it, `total` is the value itself."""
         if axis not in self.lacking:
             raise SumError(f"a gradient is summed over {axis!r} already: it lacks sums over {_named(self.lacking)}")
         return Partial(total, self.lacking - {axis})
@@ -690,7 +688,7 @@ class Partial:
         return Partial(self.value + other.value, self.lacking)
 
     def taken(self, lacking: Collection[AxisNames] = ()) -> jax.Array:
-        """The array, of which sums over exactly these axes must be lacking."""
+        """Returns the array; exactly these sums must be lacking."""
         if self.lacking != frozenset(lacking):
             allowed = _named(frozenset(lacking))
             raise SumError(
@@ -699,20 +697,20 @@ class Partial:
         return self.value
 
     def map(self, fun: Callable[[jax.Array], jax.Array]) -> "Partial":
-        """The same of another array; `fun` is linear and sums over no axis."""
+        """Applies a linear function, which sums over no axis, to the array."""
         return Partial(fun(self.value), self.lacking)
 
     def astype(self, dtype: Any) -> "Partial":
-        """In another dtype."""
+        """Casts the array."""
         return self.map(lambda value: value.astype(dtype))
 
     def tree_flatten(self) -> tuple:
-        """Its array; what it lacks is static."""
+        """The array as the child; what it lacks is static."""
         return (self.value,), self.lacking
 
     @classmethod
     def tree_unflatten(cls, lacking: frozenset[AxisNames], children: tuple) -> "Partial":
-        """The inverse."""
+        """The inverse of `tree_flatten`."""
         return cls(children[0], lacking)
 
 

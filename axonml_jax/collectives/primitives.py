@@ -1,4 +1,4 @@
-"""The bare primitives: over bound axes, along a dim, with checks of sizes and of varying types."""
+"""JAX's communicating primitives over bound axes, along a dim, with checks of sizes and of varying types."""
 
 import contextlib
 import enum
@@ -20,7 +20,7 @@ from axonml_jax.mesh.axes import BATCH_AXES, STAGES, AxisNames, as_axes
 
 
 class ReduceOp(enum.Enum):
-    """How values of several ranks become one.
+    """The reductions of several ranks' values into one.
 
     SUM and AVERAGE are undefined on booleans, AVERAGE also on integers; MIN and MAX of booleans are their and and or.
     """
@@ -68,7 +68,7 @@ def reduce_rows(rows: jax.Array, op: ReduceOp) -> jax.Array:
 
 
 def identity_of(op: ReduceOp, dtype):
-    """The value that SUM, MIN or MAX ignores: what ranks outside a group contribute."""
+    """The value that SUM, MIN or MAX ignores, which ranks outside a group contribute."""
     if op is ReduceOp.SUM:
         # -0.0 + x is x for every x, -0.0 included: adding 0.0 would lose the sign of a negative zero.
         return -0.0 if jnp.issubdtype(dtype, jnp.inexact) else 0
@@ -86,7 +86,7 @@ def identity_of(op: ReduceOp, dtype):
 
 
 def checked_dim(name: str, dim: int, shape: Sequence[int]) -> int:
-    """`dim` counted from the front.
+    """Counts `dim` from the front.
 
     Raises:
       ValueError: when the array has no such dim.
@@ -114,7 +114,7 @@ def require_divisible(name: str, shape: Sequence[int], dim: int, parts: int) -> 
 
 
 def checked_position(name: str, word: str, position: int, size: int) -> int:
-    """`position` if the group has it.
+    """Returns `position` where the group has it.
 
     Raises:
       ValueError: when it is outside 0..size-1.
@@ -178,7 +178,7 @@ _JOINED = jax.make_user_context(None)
 
 @contextlib.contextmanager
 def joined_over(axes: tuple[str, ...]) -> Iterator[None]:
-    """Within it `joined_ranks` are those along `axes`, of which some may not be bound."""
+    """Context in which `joined_ranks` are those along `axes`, of which some may not be bound."""
     with _JOINED(axes):
         yield
 
@@ -209,7 +209,7 @@ def _is_bound(axis: str) -> bool:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def exchange_ragged(x: jax.Array, axes: tuple[str, ...], sent: jax.Array, coming: jax.Array) -> jax.Array:
-    """The tiled all-to-all of n equal parts along dim 0, of which only the first rows are filled, and only these travel.
+    """A tiled all-to-all of n equal parts along dim 0, of which only the first rows are filled, and travel.
 
     Args:
       x: [n * s, ...].
@@ -328,8 +328,8 @@ def _empty(x: jax.Array, axes: tuple[str, ...], shape: Sequence[int], invarying:
 # Thin wrappers of JAX's communicating primitives for higher floors: no groups, no gradient rules of their own.
 #
 # Inputs are typed as varying over the axes first, so that a replicated value may be passed in both `check_vma` modes.
-# For collectives whose gradients count every rank's loss see `collectives/collectives.py` and
-# `collectives/collectives.py`; for those of one step of training see `collectives/gradients.py`.
+# For collectives whose gradients count every rank's loss see `collectives/collectives.py`; for
+# those of one step of training see `collectives/gradients.py`.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -431,13 +431,13 @@ def shift(x: jax.Array, axis: AxisNames, pairs: Sequence[tuple[int, int]]) -> ja
 
 
 def _among_stages(names: tuple[str, ...]) -> bool:
-    """Whether this may be a branch that ranks of other stages do not take, on CPU."""
+    """Whether this code may be in a branch that ranks of other stages do not take, on CPU."""
     bound = STAGES in manual_axes() and STAGES not in names
     return bound and axis_size(STAGES) > 1 and platform_around() == "cpu"
 
 
 def _picked(x: jax.Array, names: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """What `shift` gives, out of every rank's x."""
+    """The result of `shift`, picked from an all-gather of every rank's x."""
     sources = np.full(axis_size(names), -1, np.int32)
     for source, target in pairs:
         sources[target] = source
@@ -458,7 +458,7 @@ def _recounted(position: int, names: tuple[str, ...], in_order: tuple[str, ...])
 
 
 def bound(axes: AxisNames) -> tuple[str, ...]:
-    """Those of `axes` over which this code runs inside `shard_map`.
+    """The axes, among `axes`, over which this code runs inside `shard_map`.
 
     An axis that `shard_map` leaves to the partitioner (partial-manual) is not bound, nor is one that only `vmap` names.
 
@@ -470,7 +470,7 @@ def bound(axes: AxisNames) -> tuple[str, ...]:
 
 
 def degree(axes: AxisNames) -> int:
-    """Into how many parts `axes` split something here: the product of the sizes of those that are bound."""
+    """The number of parts into which bound axes split a dim: the product of their sizes."""
     names = bound(axes)
     return axis_size(names) if names else 1
 

@@ -1,4 +1,4 @@
-"""What a model's annotations say of how its parameters are split, read for a mesh: the rules and strategies that they mean."""
+"""A model's annotations of how its parameters are split, read for a mesh as path rules and strategies."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from axonml_jax.mesh.world import as_mesh
 from axonml_jax.model.view import ModelAround, unboxed
 
 LogicalRules = Mapping[str, Any] | Iterable[tuple[str, Any]]
-"""Of logical names of dims the mesh axes that they mean: `(("embed", None), ("mlp", "model"))`."""
+"""The mesh axes that logical names of dims mean: `(("embed", None), ("mlp", "model"))`."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -26,7 +26,7 @@ LogicalRules = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 @dataclass(frozen=True)
 class Written:
-    """What is written of one parameter.
+    """The annotation of one parameter, as it is written.
 
     Attributes:
       shape: its shape.
@@ -44,7 +44,7 @@ class Written:
 
 
 def written(model: Any, params: PyTree | None, names: Sequence[str]) -> dict[str, Written]:
-    """What is written of every parameter, by path.
+    """Reads the annotation of every parameter, by path.
 
     Args:
       model: an NNX module, a function without arguments that makes one, or a Linen module.
@@ -77,7 +77,7 @@ def _boxed(leaf: Any, names: Sequence[str]) -> Written:
 
 
 def _of_array(value: Any, names: Sequence[str]) -> tuple[tuple[Any, ...], str]:
-    """How an array lies, where that is over axes of the mesh."""
+    """The spec of an array that is sharded over axes of the mesh, and where it was read; empty for others."""
     spec = value.sharding.spec if isinstance(getattr(value, "sharding", None), NamedSharding) else ()
     used = {axis for entry in spec for axis in _names_of(entry)}
     return (tuple(spec), "array") if used and used <= set(names) else ((), "")
@@ -95,7 +95,7 @@ def _of_variable(variable: nnx.Variable, names: Sequence[str]) -> Written:
 
 
 def _entries(said: Any) -> tuple[Any, ...]:
-    """Of a tuple of names, a PartitionSpec, a NamedSharding or a format."""
+    """The entries of an annotation: a tuple of names, a PartitionSpec, a NamedSharding or a format."""
     said = getattr(said, "sharding", said)
     return tuple(getattr(said, "spec", said) or ())
 
@@ -113,7 +113,7 @@ def _names_of(entry: Any) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Meant:
-    """What is meant of one parameter: of each dim the mesh axes, by this library's names, that split it."""
+    """The meaning of one parameter's annotation: for each dim the mesh axes, in this library's names, that split it."""
 
     shape: tuple[int, ...]
     said: str
@@ -143,7 +143,7 @@ class Annotations:
 
     @staticmethod
     def read(model: Any, mesh: Any, *, params: PyTree | None = None, rules: LogicalRules = ()) -> "Annotations":
-        """The annotations of a model.
+        """Reads the annotations of a model for a mesh.
 
         Args:
           model: an NNX module, a function without arguments that makes one, or a Linen module.
@@ -162,7 +162,7 @@ class Annotations:
         return Annotations(found, dict(ours.shape), tuple(problems))
 
     def check(self) -> None:
-        """Refuse what cannot be meant.
+        """Refuse annotations that do not fit the mesh.
 
         Raises:
           ValueError: with every name that has no rule and is no axis, and all else that does not fit the mesh.
@@ -177,7 +177,7 @@ class Annotations:
 
     @property
     def split(self) -> frozenset[str]:
-        """The axes of more than one rank over which parameters are split by rules."""
+        """The axes of more than one rank over which path rules split parameters."""
         return frozenset(axis for each in self.of.values() for axis in each.over if axis in PARTITIONED)
 
     def sharded(self, *, state: bool = False) -> tuple[str, ...]:
@@ -191,7 +191,7 @@ class Annotations:
         return tuple((re.escape(path), _spec(each)) for path, each in self.of.items())
 
     def rows(self) -> list[list[str]]:
-        """The table: parameters that are alike but for numbers in their paths are one row."""
+        """The rows of the table; parameters that differ in numbers of their paths only share one."""
         alike: dict[tuple, list[str]] = {}
         for path, each in self.of.items():
             pattern = re.sub(r"(?<![^/_])\d+(?![^/])", "*", path)
@@ -209,9 +209,9 @@ class Annotations:
         ]
         named = {axis for entry in _spec(each) for axis in as_axes(entry or ())}
         split = [bool(set(as_axes(entry or ())).intersection(PARTITIONED)) for entry in _spec(each)]
-        left = sum(split) < len(each.shape)  # what rests sharded takes no dim that is split already
+        free = sum(split) < len(each.shape)  # what rests sharded takes no dim that is split already
         chosen = [axis for axis in self.sharded() if axis not in named]
-        own += [f"{axis} on a dim that the plan chooses" if left else f"whole along {axis}" for axis in chosen]
+        own += [f"{axis} on a dim that the plan chooses" if free else f"whole along {axis}" for axis in chosen]
         return ", ".join(own) or "whole on every rank"
 
     _HEADER = ("parameter", "shape", "annotated", "by", "becomes")
@@ -229,11 +229,11 @@ class Annotations:
 
 
 def _spec(each: Meant) -> PartitionSpec:
-    """The rule of a parameter. Where a dim has axes of both kinds, where it rests sharded is the plan's choice."""
+    """The path rule of a parameter. Of a dim with axes of both kinds only the tensor-like ones: the plan places the others."""
     entries = []
     for entry in each.axes:
-        left = tuple(axis for axis in entry if axis in PARTITIONED)
-        entries.append(left or entry)
+        automatic = tuple(axis for axis in entry if axis in PARTITIONED)
+        entries.append(automatic or entry)
     while entries and not entries[-1]:
         entries.pop()
     return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
@@ -242,7 +242,7 @@ def _spec(each: Meant) -> PartitionSpec:
 def _meant(
     each: Written, first: tuple[tuple[str, Any], ...], known: Mapping[str, str], degrees: Mapping[str, int]
 ) -> tuple[Meant, list[str]]:
-    """What a parameter's names mean, and what is wrong with them."""
+    """Reads the meaning of a parameter's names, and what is wrong with them."""
     rules, problems = (*first, *each.rules), []
     taken: set[str] = set()
     entries = [_axes(_names_of(entry), rules, known, taken, problems.append) for entry in each.names]
@@ -273,7 +273,7 @@ def _axes(
     taken: set[str],
     problem: Callable[[str], None],
 ) -> tuple[str, ...]:
-    """The mesh's axes that the names of one dim mean. An axis that another dim has taken is none of this one's."""
+    """The mesh axes that the names of one dim mean, without those that another dim has taken."""
     found: list[str] = []
     for name in names:
         choices = [_names_of(tuple(as_axes(axes or ()))) for alias, axes in rules if alias == name]
@@ -293,7 +293,7 @@ def _axes(
 
 
 def _elsewhere(axis: str) -> str:
-    """What an axis is that annotations cannot ask for."""
+    """The reason why annotations cannot ask for an axis; "" where they can."""
     if axis == STAGES:
         return (
             "pipe holds stages, which annotations do not cut: give the plan pipe=ax.Pipelined(num_microbatches=...), or use "

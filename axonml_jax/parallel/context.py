@@ -1,4 +1,4 @@
-"""`Context`: positions of sequences split over an axis, and which models can be split so."""
+"""`Context`: the strategy that splits positions of sequences over an axis, and its checks of models."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +39,7 @@ DECLARED = "splits_positions"
 
 
 def problems_of(model: Functional, axis: str, ranks: int) -> Iterator[str]:
-    """Why a model cannot run where the ranks of an axis have positions of their own, with the remedies."""
+    """Problems of a model on an axis whose ranks have positions of their own, with the remedies."""
     if not model.declares(DECLARED):
         yield (
             f"{axis}={ranks} splits sequences over ranks, and no module of the model says that its code, which then sees the "
@@ -55,7 +55,7 @@ def problems_of(model: Functional, axis: str, ranks: int) -> Iterator[str]:
 
 
 def _plain_dropouts(module: nnx.Module | None) -> Iterator[tuple[str, float]]:
-    """Dropout of a rate whose masks do not follow positions; that of attention's weights does without being told."""
+    """Paths and rates of dropout whose masks do not follow positions; that of attention's own weights does."""
     from axonml_jax.layers.attention import TensorParallelAttention
     from axonml_jax.layers.latent import LatentAttention
     from axonml_jax.layers.linear import ParallelDropout
@@ -70,7 +70,7 @@ def _plain_dropouts(module: nnx.Module | None) -> Iterator[tuple[str, float]]:
 
 
 def refusing_linen_dropout(axis: str) -> AbstractContextManager:
-    """Within it a Linen module's plain dropout is refused where it is called with positions split over an axis.
+    """Context in which a Linen module's plain dropout is refused where it is called with positions split over an axis.
 
     The modules of a Linen model are known only in its calls.
     """
@@ -98,7 +98,7 @@ def refusing_linen_dropout(axis: str) -> AbstractContextManager:
 
 @dataclass(frozen=True, kw_only=True)
 class _AcrossPositions(SplitsPositions, Decides):
-    """What strategies share whose last axis splits positions for `context_attention`.
+    """Base of strategies whose last axis splits positions for `context_attention`.
 
     Attributes:
       method: how attention reads the keys and values of other ranks: "auto", "gather", "ulysses", "ring", or (U, "ring") or
@@ -111,22 +111,22 @@ class _AcrossPositions(SplitsPositions, Decides):
 
     @property
     def position_order(self) -> Order:
-        """The order, decided."""
+        """The order, with "auto" decided."""
         return "zigzag" if self.order == "auto" else self.order
 
     @contextmanager
     def inside(self, axis: AxisNames) -> Iterator[None]:
-        """Layers can ask how their positions are split; plain dropout is refused."""
+        """Tells layers how positions are split, and refuses plain dropout."""
         split = self.position_split(axis)
         with split_by(split), refusing_linen_dropout(split.axis):
             yield
 
     def position_split(self, axis: AxisNames) -> ContextSplit:
-        """Over the last axis."""
+        """The split of positions over the last axis."""
         return ContextSplit(as_axes(axis)[-1], self.position_order, self.method)
 
     def model_problems(self, model: Functional, axis: AxisNames, degrees: Mapping[str, int]) -> list[str]:
-        """A model must say that it is written for this, and draw no masks that every rank would repeat."""
+        """Problems of a model that is not written for its rank's positions, or draws masks that every rank would repeat."""
         own = as_axes(axis)[-1]
         ranks, shared = degrees[own], 1 if isinstance(self.method, str) else self.method[0]
         if ranks == 1:
@@ -196,32 +196,32 @@ class Context(_AcrossPositions, Replicate, LeftToXLA):
 
     @property
     def position_order(self) -> Order:
-        """The order, decided."""
+        """The order, with "auto" decided."""
         return "contiguous" if self.sees == "whole" else super().position_order
 
     def having(self, kind: type[C]) -> C | None:
-        """Its axis is left to the partitioner where the model's code sees whole sequences."""
+        """The strategy as this capability; it is `LeftToXLA` only where the model's code sees whole sequences."""
         return None if kind is LeftToXLA and self.sees != "whole" else super().having(kind)
 
     def for_model(self, model: Functional) -> "Context":
-        """Says what positions the model's code sees."""
+        """Decides which positions the model's code sees."""
         if self.sees != "auto":
             return self
         whole = not model.declares(DECLARED) and not self.shard and self.order in ("auto", "contiguous")
         return replace(self, sees="whole" if whole else "own")
 
     def model_problems(self, model: Functional, axis: AxisNames, degrees: Mapping[str, int]) -> list[str]:
-        """None where its code sees whole sequences."""
+        """Problems of a model that sees its rank's positions; none where it sees whole sequences."""
         return [] if self.sees == "whole" else super().model_problems(model, axis, degrees)
 
     def rewritten(self, fun: Callable[..., Any], axis: AxisNames, check_vma: bool) -> Callable[..., Any]:
-        """With the attention that is recognised across ranks."""
+        """The function with the attention that is recognised in it replaced by `context_attention`."""
         from axonml_jax.layers.found import attending_across
 
         return attending_across(fun, as_axes(axis)[-1], self.method, check_vma=check_vma)
 
     def partitioner_budget(self, attention: float) -> float:
-        """As `allow_communication` says."""
+        """Bytes that the partitioner may send, as `allow_communication` says."""
         if isinstance(self.allow_communication, bool):
             return math.inf if self.allow_communication else attention
         return self.allow_communication
@@ -232,7 +232,7 @@ class Context(_AcrossPositions, Replicate, LeftToXLA):
         return Role(batch="positions", keys="alike")
 
     def with_fsdp(self, fsdp: AbstractStrategy) -> "ShardedContext | None":
-        """With `shard` the strategy of `fsdp` and `context` together."""
+        """The joint strategy of `fsdp` and `context` with `shard`; None without."""
         if not self.shard:
             return None
         if not isinstance(fsdp, Shard):
@@ -243,7 +243,7 @@ class Context(_AcrossPositions, Replicate, LeftToXLA):
         return ShardedContext(**_fields(fsdp), method=self.method, order=self.order)
 
     def in_words(self, axis: AxisNames) -> str:
-        """As tables print it."""
+        """A description for tables."""
         return f"sequences over {'*'.join(as_axes(axis))} ({self._split_in_words()})"
 
 
@@ -261,11 +261,11 @@ class ShardedContext(_AcrossPositions, Shard):
 
     @property
     def role(self) -> Role:
-        """That of `Shard`, over rows and positions."""
+        """The role of `Shard` over both rows and positions."""
         return replace(super().role, batch=("rows", "positions"), keys="alike")
 
     def in_words(self, axis: AxisNames) -> str:
-        """As tables print it."""
+        """A description for tables."""
         own = as_axes(axis)
         return f"{super().in_words(axis)} over {'*'.join(own)}, sequences over {own[-1]} ({self._split_in_words()})"
 

@@ -1,4 +1,4 @@
-"""`Placement`: a plan on a mesh, for one model: where each leaf lives, how it is read, what is summed."""
+"""`Placement`: a plan bound to a mesh and a model: each leaf's layout, how it is read, and how gradients are summed."""
 
 import functools
 import math
@@ -123,7 +123,7 @@ def _check_rounds(plan: Plan, degrees: Mapping[str, int], *, automatic: bool) ->
 
 
 def _check_partition(plan: Plan, degrees: Mapping[str, int]) -> None:
-    """Refuse what does not go with axes that path rules leave to the partitioner."""
+    """Refuse options that do not work beside axes that path rules leave to XLA's partitioner."""
     if plan.partition is None:
         return
     layout = plan.batch_layout(degrees)
@@ -182,7 +182,7 @@ def _check_strategies(plan: Plan, degrees: Mapping[str, int]) -> None:
 
 
 def _check_feedback(plan: Plan, degrees: Mapping[str, int]) -> None:
-    """Refuse to feed back what sums leave out where a rank has no whole gradient of its own, once a step and in one unit."""
+    """Refuse error feedback where a rank does not have a full gradient of its own, once a step and in one unit."""
     there = plan.on(degrees)
     if not (fed := {axis: each for axis, each in there.items() if feeds_back(each)}):
         return
@@ -217,7 +217,7 @@ def _check_feedback(plan: Plan, degrees: Mapping[str, int]) -> None:
 
 @dataclass(frozen=True)
 class Axes:
-    """Which axes of a mesh do what in a step of a plan, outermost first, as their strategies' roles say.
+    """The axes of a mesh by their part in a step, outermost first, as their strategies' roles say.
 
     Attributes:
       batch: they split the batch: its rows, or its positions.
@@ -281,13 +281,13 @@ class Placement:
 
     @cached_property
     def batch_layout(self) -> BatchLayout:
-        """How batches are split over the mesh."""
+        """The split of batches over the mesh."""
         layout = self.plan.batch_layout(self.degrees)
         return layout if self.splits_rows else replace(layout, rows=(), spread=())
 
     @cached_property
     def axes(self) -> "Axes":
-        """Which axes of the mesh do what in a step."""
+        """The axes of the mesh by their part in a step."""
         layout, strategies = self.batch_layout, self.strategies
         does = lambda role, what: tuple(axis for axis, each in strategies.items() if getattr(each.role, role) == what)
         batch, own = layout.axes, flat_axes(does("reduces", "never"))
@@ -310,7 +310,7 @@ class Placement:
 
     @contextmanager
     def inside(self, whole: Iterable[str] = ()) -> Iterator[None]:
-        """What strategies say of the model's code while it is traced inside `shard_map`.
+        """Enters the contexts that strategies set around the model's code, while it is traced inside `shard_map`.
 
         Args:
           whole: axes along which it sees whole sequences all the same.
@@ -334,24 +334,24 @@ class Placement:
 
     @property
     def resting(self) -> "Placement":
-        """The placement by which arrays are created, and returned by a step."""
+        """The placement in which arrays are created, and returned by a step."""
         return self.at_rest or self
 
     @cached_property
     def reducer(self) -> Reducer:
-        """Whose buckets and overlap count (see `Plan.reducer`)."""
+        """The strategy whose buckets and overlap are used (see `Plan.reducer`)."""
         return reducer_of(self.plan.reducer(self.degrees))
 
     @property
     def at_use(self) -> AbstractStrategy | None:
-        """The strategy by which parameters are read unit by unit, forward and backward; None: they are not."""
+        """The strategy that gathers parameters unit by unit, in forward and backward; None: they are gathered at once."""
         if self.stages is not None:
             return None
         found = (each for axis, each in self.strategies.items() if each.role.reads == "use" and self.ranks(axis) > 1)
         return next(found, None)
 
     def read(self, shards: Sequence[jax.Array], layouts: Sequence[Layout]) -> list[jax.Array]:
-        """What the model reads in the place of resting shards: cast first, then gathered."""
+        """Casts resting shards to the compute dtype, and gathers them as the model reads them."""
         shards = to_device_memory(list(shards), self.plan.offload.params)
         values = [cast_floating(shard, self.plan.precision.compute) for shard in shards]
         with jax.named_scope("axonml.parameters"):
@@ -361,7 +361,7 @@ class Placement:
         return values
 
     def reduced(self, grads: Sequence[Partial], layouts: Sequence[Layout], axis: AxisNames) -> list[Partial]:
-        """Gradients summed over one axis, as its strategy says, in the reduce dtype where they travel."""
+        """Sums gradients over one axis, as its strategy says, in the reduce dtype where they travel."""
         precision = self.plan.precision
         to = precision.reduce_dtype if self.ranks(axis) > 1 else precision.accumulate_dtype
         values = [grad.value.astype(to(layout.dtype)) for grad, layout in zip(grads, layouts, strict=True)]
@@ -378,7 +378,7 @@ class Placement:
         axes: Collection[AxisNames] | None = None,
         accumulated: Sequence[Partial] | None = None,
     ) -> list[Partial]:
-        """Local gradients of what was read -> summed ones of the resting shards, in the dtype in which they accumulate.
+        """Sums local gradients of read parameters into those of the resting shards, in the dtype in which they accumulate.
 
         Args:
           grads: one per leaf of the bucket; they travel together, in the reduce dtype.
@@ -404,7 +404,7 @@ class Placement:
         return [accumulating(self, value, layout) for value, layout in zip(values, layouts, strict=True)]
 
     def sync_buckets(self, grads: Sequence[Partial], layouts: Sequence[Layout], axes=None) -> list[Partial]:
-        """`sync` of all leaves after a backward pass: buckets fill from the last leaf to the first, as they get ready."""
+        """Runs `sync` on all leaves after a backward pass; buckets fill from the last leaf to the first, as they get ready."""
         order = list(range(len(grads)))[::-1]
         sizes = [layouts[i].size * wire_itemsize(self, layouts[i]) for i in order]
         synced: dict[int, Partial] = {}
@@ -423,7 +423,7 @@ G = TypeVar("G", jax.Array, Partial)
 
 
 def check_model(placement: Placement, model: Functional) -> None:
-    """Refuse what a strategy cannot run (see `Decides.model_problems`)."""
+    """Refuse a model that a strategy cannot run (see `Decides.model_problems`)."""
     named = placement.plan.on(placement.degrees).items()
     there = [(axis, each) for axis, each in named if placement.ranks(axis) > 1 or each.having(LocalRounds)]
     deciding = [(axis, own) for axis, each in there if (own := each.having(Decides)) is not None]
@@ -438,7 +438,7 @@ def on_parts(
     layouts: Sequence[Layout],
     axis: AxisNames,
 ) -> list[jax.Array]:
-    """What a strategy makes of a bucket: of each rank's own parts, where XLA's partitioner splits leaves that rest sharded.
+    """Applies `send` to a bucket; where XLA's partitioner splits leaves that rest sharded, to each rank's own parts.
 
     Left to itself the partitioner would make such leaves whole before they are gathered or scattered along another axis, and
     send them so.
@@ -458,7 +458,7 @@ def on_parts(
 
 
 def own_part(placement: Placement, layout: Layout) -> Layout:
-    """The layout of what a rank has of a leaf that XLA's partitioner splits, where leaves rest sharded too."""
+    """The layout of a rank's part of a leaf that XLA's partitioner splits, where leaves rest sharded too."""
     if not placement.axes.sharded:
         return layout
     entries = [*layout.automatic, *[None] * (len(layout.stored) - len(layout.automatic))]
@@ -466,13 +466,13 @@ def own_part(placement: Placement, layout: Layout) -> Layout:
 
 
 def read_tree(placement: Placement, shards: PyTree, layouts: PyTree) -> PyTree:
-    """`Placement.read` of a whole tree."""
+    """Runs `Placement.read` on a tree."""
     leaves, treedef = jax.tree.flatten(shards)
     return treedef.unflatten(placement.read(leaves, jax.tree.leaves(layouts, is_leaf=is_layout)))
 
 
 def read_shape(placement: Placement, layout: Layout) -> tuple[int, ...]:
-    """The shape that the model reads on one rank: whole but for what its own layers split."""
+    """The shape of a parameter as the model reads it on one rank: split by its own layers alone."""
     counts = [
         math.prod(placement.degrees[axis] for axis in layout.axes_of(dim) if axis in placement.axes.layers)
         for dim in range(len(layout.shape))
@@ -491,12 +491,12 @@ def read_shapes(placement: Placement, state: PyTree) -> Variables:
 
 
 def key_number(placement: Placement) -> int | jax.Array:
-    """This rank's number among those whose random keys differ, inside `shard_map`."""
+    """This rank's number among those with different random keys, inside `shard_map`."""
     return axis_index(placement.axes.keys) if placement.axes.keys else 0
 
 
 def accumulating(placement: Placement, grad: G, layout: Layout) -> G:
-    """A gradient in the dtype in which it accumulates."""
+    """Casts a gradient to the dtype in which it accumulates."""
     return grad.astype(placement.plan.precision.accumulate_dtype(layout.dtype))
 
 
@@ -514,14 +514,14 @@ def wire_itemsize(placement: Placement, layout: Layout) -> int:
 
 
 def lacking(placement: Placement, reduced: Collection[AxisNames] | None) -> frozenset[AxisNames]:
-    """The axes over which gradients are still to be summed that are so over these (None: all)."""
+    """The axes over which gradients are still to be summed, after these (None: all) have been."""
     return frozenset() if reduced is None else frozenset(axis for axis in placement.strategies if axis not in reduced)
 
 
 def parts_of(
     placement: Placement, grads: Iterable[jax.Array], reduced: Collection[AxisNames] | None = ()
 ) -> list[Partial]:
-    """A rank's own gradients as parts, which are summed over these axes (None: all)."""
+    """A rank's gradients as `Partial`s, which are summed over these axes already (None: over all)."""
     known = lacking(placement, reduced)
     return [Partial(grad, known) for grad in grads]
 
@@ -540,7 +540,7 @@ def reading(
     rewrites: bool = True,
     trains: bool = False,
 ) -> Callable[..., Any]:
-    """A function of the model's variables with all around it that a plan and the model ask for, the innermost first.
+    """Wraps the model's code in all rewritings that a plan and the model ask for, the innermost first.
 
     Nothing is imported nor called for what nobody asks for.
 
@@ -578,7 +578,7 @@ def reading(
 
 
 def reading_users(fun: Callable[..., Any], model: Functional, placement: Placement) -> Callable[..., Any]:
-    """A function that traces the user's code, `fun(variables, *args)`, where JAX has refused what that says of placement."""
+    """Wraps a function that traces the user's code, `fun(variables, *args)`, where JAX has refused its placements of arrays."""
     if (around := users_meshes()) is None:
         return fun
     from axonml_jax.parallel.users_mesh import reading_placed
@@ -595,17 +595,17 @@ def reading_users(fun: Callable[..., Any], model: Functional, placement: Placeme
 # --------------------------------------------------------------------------------------------------
 
 TILE_ROWS: dict[int, int] = {1: 1024, 2: 8}
-"""Rows of an array of so many dims at which one of XLA:TPU's tiles begins."""
+"""The multiple of rows at which one of XLA:TPU's tiles begins, by an array's number of dims."""
 
 
 def moment(values: PyTree) -> jax.Array:
-    """An int32 zero that is not there before these values are, wherever they rest."""
+    """An int32 zero that depends on these values, wherever they rest: it is not computed before they are there."""
     waited = [x for x in jax.tree.leaves(values) if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)]
     return after(jnp.int32(0), waited)
 
 
 def load(leaf: jax.Array, at: jax.Array) -> jax.Array:
-    """An array in host memory moved to device memory, not before the moment `at`.
+    """Moves an array from host memory to device memory, not before the moment `at`.
 
     An array whose rows do not fill two of the chip's tiles is moved when XLA likes.
     """
@@ -620,7 +620,7 @@ def load(leaf: jax.Array, at: jax.Array) -> jax.Array:
 
 @functools.cache
 def slices(shape: tuple[int, ...], itemsize: int, size: int) -> int:
-    """The least number of equal slices along dim 0 of which none is over `size` bytes and all begin with a tile.
+    """The least number of equal slices along dim 0 that begin with a tile and are at most `size` bytes each.
 
     As many as there can be where all are over it.
 
@@ -661,7 +661,7 @@ def in_round(placement: Placement) -> Placement:
 def by_rules(
     plan: Plan, variables: Variables, degrees: Mapping[str, int], in_layers: Mapping[str, Any]
 ) -> dict[str, PartitionSpec]:
-    """The splits that a plan's rules ask for, by path name.
+    """The PartitionSpecs that a plan's path rules give, by path name.
 
     Raises:
       ValueError: for a mesh with other axes than data, fsdp and those of the rules, a model whose layers split themselves, and
@@ -704,7 +704,7 @@ def _check_named(plan: Plan, degrees: Mapping[str, int]) -> None:
 
 
 def left_to_partitioner(placement: Placement, axes: Collection[str]) -> Placement:
-    """A placement that leaves axes to the partitioner: leaves look whole along them inside a step, and rest as they did."""
+    """A placement that leaves axes to the partitioner: leaves look whole along them in a step, and rest split along them."""
 
     def whole(layout: Layout) -> Layout:
         entries = [tuple(axis for axis in as_axes(entry or ()) if axis not in axes) for entry in layout.spec]
@@ -720,7 +720,7 @@ def left_to_partitioner(placement: Placement, axes: Collection[str]) -> Placemen
 
 
 def _only(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """A spec without other axes than these."""
+    """A spec with these axes only."""
     entries = [tuple(axis for axis in as_axes(entry or ()) if axis in axes) for entry in spec]
     while entries and not entries[-1]:
         entries.pop()
@@ -730,7 +730,7 @@ def _only(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
 def beside_rules(
     layout: Layout, said: PartitionSpec, strategies: Mapping[AxisNames, AbstractStrategy], degrees: Mapping[str, int]
 ) -> Layout:
-    """The layout refined by the plan's strategies, of which none splits a dim that the partitioner splits.
+    """Refines a layout by the plan's strategies, none of which splits a dim that the partitioner splits.
 
     Split by both, a rank's part along one axis would not be what it gathers along the other. A leaf of which rules split every
     dim is kept by all ranks of the other axes.
@@ -757,7 +757,7 @@ def beside_rules(
 
 
 def _joined(layout: Layout, other: Layout) -> Layout:
-    """The layout of a leaf of which two layouts split different dims."""
+    """Combines two layouts of a leaf that split different dims."""
     own = [other if parts > 1 else layout for parts in other.parts]
     entries = [each.axes_of(dim) for dim, each in enumerate(own)]
     while not entries[-1]:
@@ -840,7 +840,7 @@ def bind_plan(
 
 
 def _check_degrees(plan: Plan, devices: int, degrees: Mapping[str, int]) -> None:
-    """Refuse a mesh of other degrees than a plan asks for."""
+    """Refuse a mesh whose degrees are not those that a plan asks for."""
     if plan.mesh is not None and (wanted := plan.mesh.resolve(devices).degrees) != {
         **dict.fromkeys(wanted, 1),
         **{axis: size for axis, size in degrees.items() if size > 1 or axis in wanted},

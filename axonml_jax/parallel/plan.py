@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class CPUOffload(enum.Enum):
-    """What is kept in host memory (names as in AxonML; PyTorch's `CPUOffload(offload_params=True)` is FULL).
+    """State that is kept in host memory (names as in AxonML; PyTorch's `CPUOffload(offload_params=True)` is FULL).
 
     NONE: nothing. PARAMS: parameters. OPTIMIZER_STATES: the optimizer's state. FULL: both, and gradients once they are
     reduced. Results are the same; the device holds less, and every step moves what was offloaded to it and back.
@@ -99,7 +99,7 @@ class Partition:
 
     @staticmethod
     def of(rules: Rules, names: Mapping[str, str] = MappingProxyType({})) -> "Partition":
-        """From a mapping or from pairs.
+        """Builds the rules from a mapping or from pairs.
 
         Args:
           rules: pairs of a regular expression and a PartitionSpec.
@@ -129,11 +129,11 @@ class Partition:
         return frozenset(axis for _, spec in self.rules for entry in spec for axis in as_axes(entry or ()))
 
     def for_model(self, model: Functional) -> "Partition":
-        """The rules, which know the model's adapters."""
+        """The rules with the model's adapters, which they split too."""
         return replace(self, adapters=tuple(model.adapters.items()))
 
     def specs(self, variables: PyTree, degrees: Mapping[str, int]) -> dict[str, PartitionSpec]:
-        """How each parameter is split, by path name.
+        """The PartitionSpec of every parameter, by path name.
 
         Args:
           variables: shapes of all parameters.
@@ -241,7 +241,7 @@ class PlanAxes(Mapping[AxisNames, AbstractStrategy]):
 
 
 def axes_problems(axes: Any) -> list[str]:
-    """What is wrong with a plan's `axes`."""
+    """Lists the problems of a plan's `axes`."""
     if not isinstance(axes, Mapping):
         return [f"axes={axes!r} must be a mapping of axis names (or tuples of them) to strategies"]
     keys = [key for key in axes if not _is_key(key)]
@@ -269,7 +269,7 @@ def _is_key(key: Any) -> bool:
 def inwards(
     strategies: Mapping[AxisNames, AbstractStrategy], mesh_axes: tuple[str, ...]
 ) -> dict[AxisNames, AbstractStrategy]:
-    """Those strategies whose axes a mesh has, from the outermost axis inwards.
+    """The strategies whose axes a mesh has, from the outermost axis inwards.
 
     The library's axes come in their canonical order. An axis of the user's own comes right behind the library's axis that
     stands before it in the mesh.
@@ -306,7 +306,7 @@ def inwards(
 
 
 def plan_html(plan: Any, title: str, degrees: Mapping[str, int] | None) -> str:
-    """The fields of a plan, those that are chosen before those that are not.
+    """A plan's fields as an HTML table, those that are chosen before defaults, and its pipeline's timetable.
 
     Args:
       plan: an `ax.Plan`.
@@ -373,7 +373,7 @@ Memory = str | float | int | None
 
 
 def checked_remat(remat: Any) -> tuple[Any, list[str]]:
-    """A policy as a plan keeps it, and what is wrong with it."""
+    """A recomputation policy in the form in which a plan keeps it, and its problems."""
     if is_one_of(remat, (None, "full", "selective")) or callable(getattr(remat, "choice", None)):
         return remat, []
     if isinstance(remat, Mapping):
@@ -401,7 +401,7 @@ def _compiles(rule: str) -> bool:
 
 
 def checked_memory(memory: Any, remat: Any) -> list[str]:
-    """What is wrong with a budget beside a policy."""
+    """Lists the problems of a memory budget, and of a budget beside a policy."""
     rule = f"memory={memory!r} must be bytes of a device, as '76GiB' or 80e9, or a share of it, as 0.9"
     try:
         size = bytes_meant(memory) if isinstance(memory, str) else memory
@@ -422,7 +422,7 @@ def checked_memory(memory: Any, remat: Any) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """How a model is spread over a mesh and stepped.
+    """How a model is distributed over a mesh and trained, as one frozen value.
 
     A plan changes where work happens, not what is computed, but for random draws (see `draws`), some code in a model that mixes
     rows of the batch, BatchNorm in microbatches, what rounds (`precision`, `comm_dtype`, `ax.Shard(wire=, reduce_wire=)`) and
@@ -553,7 +553,7 @@ class Plan:
 
     @classmethod
     def annotated(cls, found: "Annotations", **options: Any) -> "Plan":
-        """The plan that annotations describe which have been read (see `from_annotations`).
+        """The plan of annotations that have been read (see `from_annotations`).
 
         Raises:
           ValueError: for what does not fit the mesh.
@@ -568,7 +568,7 @@ class Plan:
         return cls(**{**chosen, **options}, annotations=found)
 
     def _of_kernels(self) -> list[str]:
-        """What is wrong with the choice of kernels."""
+        """Lists the problems of the choice of kernels."""
         if not is_one_of(self.kernels, ("auto", "xla", "interpret")):
             return [f"kernels={self.kernels!r} must be 'auto', 'xla' or 'interpret'"]
         if self.kernels == "interpret" and self.check_vma:
@@ -579,7 +579,7 @@ class Plan:
         return []
 
     def _against_pipe(self) -> list[str]:
-        """What a pipeline cannot be combined with."""
+        """Lists the options that a pipeline cannot be combined with."""
         if self.pipe is None:
             return []
         rules = {
@@ -594,7 +594,7 @@ class Plan:
         return [f"pipe: {rule}" for rule, broken in rules.items() if broken]
 
     def _against_rounds(self) -> list[str]:
-        """What rounds, in which ranks train parameters of their own, cannot be combined with."""
+        """Lists the options that rounds, in which ranks train parameters of their own, cannot be combined with."""
         if not (rounds := self.rounds):
             return []
         axes, name = ", ".join(map(str, rounds)), type(next(iter(rounds.values()))).__name__
@@ -616,7 +616,7 @@ class Plan:
         return [f"{name}: {rule}" for rule, broken in rules.items() if broken]
 
     def _take_axes(self) -> list[str]:
-        """Moves what `axes` says of the usual axes to their own names."""
+        """Moves what `axes` says of the usual axes to their own fields."""
         given, problems = dict(self.axes), []
         for key, strategy in self.axes.items():
             for name in {*_USUAL, "pipe"} & set(as_axes(key)):
@@ -629,7 +629,7 @@ class Plan:
         return problems
 
     def _join_context(self) -> list[str]:
-        """One strategy for `fsdp` and `context`, where the latter's says so."""
+        """Replaces the strategies of `fsdp` and `context` by a joint one, where `context` asks for it."""
         own = self.context.having(SplitsPositions)
         if own is None or (joint := own.with_fsdp(self.fsdp)) is None:
             return []
@@ -650,7 +650,7 @@ class Plan:
 
     @property
     def strategies(self) -> dict[AxisNames, AbstractStrategy]:
-        """The strategy of every axis that this plan knows, by axis or by the axes that one strategy owns."""
+        """The strategy of every axis that this plan knows, by axis or by the axes that one strategy owns together."""
         together = {name for key in self.axes for name in as_axes(key)}
         usual = {name: getattr(self, name) for name in _USUAL}
         layers = {axis: InLayers("rows" if axis in BATCH_AXES else None) for axis in LAYER_AXES}
@@ -666,7 +666,7 @@ class Plan:
         return frozenset(own | (self.partition.axes if self.partition is not None else set()))
 
     def batch_layout(self, degrees: Mapping[str, int]) -> BatchLayout:
-        """How batches are split over a mesh of these degrees: as the roles of its axes say."""
+        """The split of batches over a mesh of these degrees, by the roles of its axes."""
         splits = {
             name: (split, each)
             for axis, each in self.on(degrees).items()
@@ -686,11 +686,11 @@ class Plan:
 
     @property
     def rounds(self) -> dict[AxisNames, LocalRounds]:
-        """By axis the rounds in which ranks train parameters of their own; a plan has those of one axis at most."""
+        """The strategies whose ranks train parameters of their own in rounds, by axis; a plan has those of one axis at most."""
         return {axis: own for axis, each in self.strategies.items() if (own := each.having(LocalRounds)) is not None}
 
     def within_round(self) -> "Plan":
-        """The plan of a step of such a round; itself without rounds."""
+        """The plan of a step within such a round; itself without rounds."""
         return self._changed(LocalRounds, lambda axis, own: own.within_round()) if self.rounds else self
 
     def reducing(self) -> "Plan":
@@ -715,7 +715,7 @@ class Plan:
         return self._changed(Decides, lambda axis, own: own.decided(fabric, ranks(axis)))
 
     def _changed(self, kind: type[C], change: Callable[[AxisNames, C], Any]) -> "Plan":
-        """The plan with other strategies in the place of those that have a capability."""
+        """The plan with the strategies that have a capability replaced."""
 
         def changed(axis: AxisNames, strategy: AbstractStrategy) -> AbstractStrategy:
             return strategy if (own := strategy.having(kind)) is None else change(axis, own)
@@ -736,7 +736,7 @@ class Plan:
         return any(strategy.role.reduces == "never" for strategy in self.strategies.values())
 
     def reducer(self, mesh_axes: Iterable[str]) -> AbstractStrategy:
-        """The strategy whose buckets and overlap count on a mesh: that of `data`, or of the mesh's outermost axis."""
+        """The strategy whose buckets and overlap a mesh uses: that of `data`, or of the mesh's outermost axis."""
         there = self.on(mesh_axes)
         return there.get("data") or next(iter(there.values()), self.data)
 
@@ -750,7 +750,7 @@ _OF_KIND = {
 
 
 def _as_rules(given: Any) -> tuple[Any, list[str]]:
-    """The rules that a mapping says, and what is wrong with it."""
+    """Builds path rules from a mapping, and lists its problems; anything else is returned as it is."""
     try:
         return (Partition.of(given) if isinstance(given, Mapping) else given), []
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What a plan keeps, and where, unit by unit: by names, by a budget of bytes, or as chosen before. `units.py` runs it."""
+"""The choice of what units of a plan keep for the backward: by names, by a budget of bytes, or given. `units.py` runs it."""
 
 import math
 import re
@@ -33,18 +33,18 @@ from axonml_jax.program.recompute import (
 # --------------------------------------------------------------------------------------------------
 
 EVERYTHING = "everything"
-"""What a unit keeps that is not recomputed, in a configuration."""
+"""The word in a configuration for a unit of which nothing is recomputed."""
 
 HOST = "host:"
-"""What stands before a label, or a regular expression of labels, of values that are kept in the host's memory."""
+"""The prefix of a label, or of a regular expression of labels, whose values are kept in the host's memory."""
 
 INPUT = "input"
-"""The label of what a trip of a loop is given by the one before it: in a transformer the residual stream."""
+"""The label of the values that a loop's trip hands to the next one: in a transformer the residual stream."""
 
 
 @dataclass(frozen=True)
 class UnitChoice:
-    """What one unit keeps for its backward.
+    """The values that one unit keeps for its backward, and the cost.
 
     Attributes:
       name: the path of its module.
@@ -72,7 +72,7 @@ class UnitChoice:
 
 @dataclass(frozen=True)
 class Recompute:
-    """What every unit of a program keeps for its backward; all else is made again.
+    """The values that every unit of a program keeps for its backward; all others are recomputed.
 
     Attributes:
       units: in the order of the forward.
@@ -91,7 +91,7 @@ class Recompute:
 
     @classmethod
     def of(cls, named: Mapping[str, Any]) -> "Recompute":
-        """What a configuration says: the unit's path -> labels, "host:" before those of values on the host; or "everything"."""
+        """Reads a configuration: the unit's path -> labels, "host:" before those of values on the host; or "everything"."""
 
         def one(name: str, keep: Any) -> UnitChoice:
             if keep == EVERYTHING:
@@ -102,25 +102,25 @@ class Recompute:
         return cls(tuple(one(name, keep) for name, keep in named.items()))
 
     def to_dict(self) -> dict[str, Any]:
-        """As `of` takes it."""
+        """The choice in the form that `of` reads."""
         labels = lambda unit: [*unit.keep, *(HOST + label for label in unit.host)]
         return {unit.name: EVERYTHING if unit.keep is None else labels(unit) for unit in self.units}
 
     @property
     def flops(self) -> int:
-        """Of products that are done twice; of a pipeline's stages those of the one with most."""
+        """FLOPs of products that are computed twice; of a pipeline's stages the most."""
         return int(self._of_device([unit.flops for unit in self.units]))
 
     @property
     def seconds(self) -> float:
-        """Of all that is done twice; of a pipeline's stages those of the one with most."""
+        """Seconds of all that is computed twice; of a pipeline's stages the most."""
         return self._of_device([unit.seconds for unit in self.units])
 
     def _of_device(self, of_units: Sequence[float]) -> float:
         return most_of_a_stage(self.pieces or [None] * len(self.units), of_units)
 
     def curve(self, points: int = 13) -> tuple[tuple[int, float], ...]:
-        """What would be chosen within other numbers of bytes, the most first: (bytes live, seconds of what is done twice).
+        """The choices within other numbers of bytes, the most first: (bytes live, seconds of what is computed twice).
 
         Args:
           points: at most, evenly between what repeats nothing and what holds least.
@@ -161,7 +161,7 @@ class Recompute:
         return aligned(heads, rows, left=heads.index("bytes"))
 
     def choice(self, units: "Sequence[Unit]") -> "Recompute":
-        """Itself, for a program that has these units.
+        """Checks that a program has these units and labels, and returns the choice for all its units.
 
         Raises:
           ValueError: naming units and labels that are not there, and units outside of loops that send to the host.
@@ -188,13 +188,13 @@ _ON_DEVICE = (0, 1, 3, 4, 6, 7)
 
 
 def _divided(rules: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What is kept on the device, and what on the host, without the prefix."""
+    """Separates the rules of values on the device from those of values on the host, without their prefix."""
     away = tuple(rule.removeprefix(HOST) for rule in rules if rule.startswith(HOST))
     return tuple(rule for rule in rules if not rule.startswith(HOST)), away
 
 
 def _sent_in_loops(found: Recompute, units: "Sequence[Unit]") -> Recompute:
-    """The choice, where units that send to the host are loops.
+    """Checks that all units that send values to the host are loops, and returns the choice.
 
     Raises:
       ValueError: naming those that are not.
@@ -216,13 +216,13 @@ NOT_IN_SLOTS = "a pipeline's stages keep in slots of the device's memory, so lea
 
 
 def say_where(what: str) -> None:
-    """Warn where nothing is sent to the host, whatever a policy says."""
+    """Warn on CPUs, where XLA sends nothing to the host."""
     if platform_around() == "cpu":
         warn(f"{what}: XLA for CPUs drops that, and they stay where they are")
 
 
 def _in_words(labels: Sequence[str]) -> str:
-    """The first of some labels, and how many more there are."""
+    """The first four labels, and the number of others."""
     few, more = labels[:4], len(labels) - 4
     return ", ".join(few) + (f" and {more} more" if more > 0 else "") or "nothing"
 
@@ -234,7 +234,7 @@ def _in_words(labels: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit as it is asked about.
+    """A unit that a policy is asked about.
 
     Attributes:
       name: the path of its module.
@@ -272,7 +272,7 @@ class ByNames:
     rules: tuple[str, ...]
 
     def choice(self, units: Sequence[Unit]) -> Recompute:
-        """What each unit keeps.
+        """Chooses for each unit the values whose labels the expressions find.
 
         Raises:
           ValueError: for an expression that finds nothing, or sends a unit's values to the host that is no loop.
@@ -295,7 +295,7 @@ class ByNames:
 
 
 class WithinBytes:
-    """Chooses what repeats least within a number of bytes.
+    """Chooses within a number of bytes the values whose recomputation takes least time.
 
     Args:
       allowance: bytes for all that comes and goes in a step.
@@ -320,7 +320,7 @@ class WithinBytes:
         self._fronts = {} if fronts is None else fronts
 
     def choice(self, units: Sequence[Unit]) -> Recompute:
-        """What each unit keeps."""
+        """Chooses what each unit keeps."""
         for unit in units:
             if (unit.kind, unit.plain) not in self._fronts:
                 rates = self.rates if unit.stage is None else self.rates._replace(host=0.0)
@@ -343,7 +343,7 @@ class WithinBytes:
 
 
 def _least(pieces: Sequence[Piece]) -> list[Price]:
-    """What keeps nothing: it holds least."""
+    """The choice that holds least for every piece: one that keeps values by name, and the fewest."""
     held = lambda piece, price: (price.keep is None, len(price.keep or ()), piece.kept(price) + price.fullest)
     return [min(piece.front, key=partial(held, piece)) for piece in pieces]
 
@@ -361,7 +361,7 @@ def _chosen(unit: Unit, price: Price) -> UnitChoice:
 
 
 def transform(choice: UnitChoice, *, apart: bool) -> Callable[[Callable], Callable]:
-    """What keeping these values makes of the function of a unit."""
+    """Wraps the function of a unit in a checkpoint that keeps the chosen values."""
     if choice.keep is None:
         return lambda work: work
     policy = SaveWhere(Keeps(frozenset(choice.keep), frozenset(choice.host)))
@@ -369,7 +369,7 @@ def transform(choice: UnitChoice, *, apart: bool) -> Callable[[Callable], Callab
 
 
 def by_policy(policy: Any, *, loop: bool) -> Callable[[Callable], Callable]:
-    """What a policy of JAX's, or the user's, makes of the function of a unit.
+    """Wraps the function of a unit in a checkpoint by a policy of JAX's, or of the user's.
 
     Warns where the policy sends values to the host and they are not sent, or take more memory so.
     """
@@ -398,7 +398,7 @@ _NAMED = ("heavy", "collective", "loop", "random")
 
 
 def chosen(remat: Any, cut: Any, parts: Sequence[Any], names: Sequence[str], grads: Sequence[int]) -> tuple[list, list]:
-    """The parts of a program with their values named, and what is made of each.
+    """Names the values of a program's parts, asks a policy what each keeps, and returns the parts and their transforms.
 
     Args:
       remat: who says what each unit keeps: has `choice(units) -> Recompute`.
@@ -442,7 +442,7 @@ def _named(
 def unit_of(
     body: Any, paths: Mapping[int, str], prefix: str, taken: set[str], carried: Sequence[int] = (), **rest: Any
 ) -> tuple[Any, Unit]:
-    """A body with its values named, and what is asked about it.
+    """Names the values of a body, and describes it as a unit to ask a policy about.
 
     Args:
       body: the work.
@@ -463,7 +463,7 @@ def unit_of(
 
 
 def _common(paths: Sequence[str]) -> str:
-    """The path of the module that all are in."""
+    """The path of the innermost module that all paths are in."""
     parts = [path.split("/") for path in paths]
     same: list[str] = []
     for column in zip(*(each[:-1] for each in parts), strict=False):
@@ -474,7 +474,7 @@ def _common(paths: Sequence[str]) -> str:
 
 
 def _labels(body: Any, paths: Mapping[int, str], carried: Sequence[int]) -> dict[int, str]:
-    """A label of every value that may be kept: of a product the path of its weight, of all others the operation.
+    """Labels every value that may be kept: a product's by the path of its weight, others by their operation.
 
     What trips hand on, with a gradient, has one too, if the work reads it: it may go to the host.
     """
@@ -499,7 +499,7 @@ def _labels(body: Any, paths: Mapping[int, str], carried: Sequence[int]) -> dict
 
 
 def _kind(body: Any, named: Mapping[int, str], loop: bool) -> Any:
-    """Equal for bodies that do the same on arrays of the same sizes."""
+    """A key that is equal for bodies that do the same on arrays of the same sizes."""
     place: dict[int, int] = {}
     number = lambda atom: place.setdefault(atom, len(place)) if isinstance(atom, int) else str(atom)
     does = tuple(

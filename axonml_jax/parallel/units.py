@@ -1,4 +1,4 @@
-"""ZeRO-3's units: gathered where they are used, replayed in the backward, recomputed, overlapped."""
+"""ZeRO-3's units of a program: gathered where they are used, replayed in the backward, recomputed, overlapped."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -63,7 +63,7 @@ def overlapped(
     axes: Collection[AxisNames] | None,
     feedback: Feedback | None = None,
 ) -> Callable:
-    """A loss whose gradients for resting parameters come out reduced.
+    """Wraps a loss so that its gradients for resting parameters are reduced during the backward, bucket by bucket.
 
     Args:
       loss: `loss(read_params, *args) -> (scalar, aux)`, inside `shard_map`.
@@ -131,14 +131,14 @@ def _bucket(
         return gather(sources), accumulated
 
     def backward(accumulated, grads):
-        more, left = None, None
+        more, residual = None, None
         if any(each is not None for each in accumulated):
             more = parts_of(placement, accumulated, placement.axes.each_microbatch)
         if feedback is not None:
             wholes = map(partial(accumulating, placement), grads, layouts)
-            left = tuple(feedback.left_out([a + b for a, b in zip(wholes, accumulated, strict=True)], layouts))
+            residual = tuple(feedback.left_out([a + b for a, b in zip(wholes, accumulated, strict=True)], layouts))
         synced = placement.sync(parts_of(placement, grads), layouts, name, axes=axes, accumulated=more)
-        return [grad.taken(lacking(placement, axes)) for grad in synced], None, left
+        return [grad.taken(lacking(placement, axes)) for grad in synced], None, residual
 
     read.defvjp(forward, backward)
     return read
@@ -152,12 +152,12 @@ Values = dict[int, Any]
 """Arrays by their number in a program."""
 
 Transform = Callable[[Callable], Callable]
-"""What recomputation makes of a function: itself, or a checkpointed form of it."""
+"""A wrapper of a unit's function, such as a checkpoint; or the identity."""
 
 
 @dataclass(frozen=True)
 class Prelude:
-    """What is made of weights alone before the work reads it.
+    """The equations that prepare weights, such as casts, before a unit's work reads them.
 
     Attributes:
       weights: numbers of the weights.
@@ -172,12 +172,12 @@ class Prelude:
     varied: frozenset[int]
 
     def apply(self, weights: Values) -> Values:
-        """Everything the work reads."""
+        """The prepared values and weights that the work reads."""
         moving, fixed = self._split(weights)
         return moving | fixed
 
     def vjp(self, weights: Values) -> tuple[Values, Callable[[Values], Values]]:
-        """`apply`, and a function from gradients of what has one to gradients of the trained weights."""
+        """`apply`, and its transpose: from gradients of prepared values to gradients of the trained weights."""
         trained = {number: value for number, value in weights.items() if number in self.varied}
         moving, pull, fixed = jax.vjp(lambda moving: self._split(weights | moving), trained, has_aux=True)
         return moving | fixed, lambda grads: pull({number: grads[number] for number in moving})[0]
@@ -210,18 +210,18 @@ class Body:
     names: Mapping[int, str] = field(default_factory=dict)
 
     def apply(self, weights: Values, inputs: Values) -> Values:
-        """The outputs."""
+        """Runs the equations, and returns the outputs."""
         env = {number: inputs[number] for number in self.inputs} | self.prelude.apply(weights)
         self.run(env)
         return {number: env[number] for number in self.outputs}
 
     def run(self, env: Values) -> None:
-        """The work, on values some of which get names for checkpoint policies: of what it is given, and of what it makes."""
+        """Runs the equations in place on `env`; values that have names for checkpoint policies are marked with them."""
         env |= {number: named(env[number], self.names[number]) for number in self.inputs if number in self.names}
         run_named(self.equations, env, self.names)
 
     def work(self) -> tuple[Callable, Sequence[Any], Sequence[int]]:
-        """It as a function of a list, the shapes that it is given, and which of them have a gradient: for `graph_of`."""
+        """The body as a function of a list, its arguments' shapes, and positions of those with a gradient: for `graph_of`."""
         numbers = [*self.inputs, *self.prelude.weights]
 
         def run(*values: Any) -> list[Any]:
@@ -235,7 +235,7 @@ class Body:
     def forward(
         self, weights: Values, inputs: Values, again: Iterable[int], transform: Transform
     ) -> tuple[Values, Saved]:
-        """The outputs, and what the backward needs beside weights and the inputs numbered `again`."""
+        """The outputs, and the residuals of the backward, without weights and the inputs numbered `again`."""
         env = {number: inputs[number] for number in self.inputs} | self.prelude.apply(weights)
         moving = {number: env[number] for number in self._moving}
 
@@ -330,7 +330,7 @@ class Gathered:
     scope: Callable[[], Any]
 
     def scan(self, trip: Callable, carry: Any, xs: Any, params: Mapping[str, Any]) -> tuple[Any, Any]:
-        """`jax.lax.scan` of `trip(carry, x, slices by operand) -> (carry, y)`.
+        """Runs `jax.lax.scan` of `trip(carry, x, slices by operand) -> (carry, y)` with gathered slices.
 
         Args:
           trip: one trip.
@@ -367,7 +367,7 @@ class Gathered:
         return carry, ys
 
     def _at(self, place: Any) -> dict[int, Any]:
-        """The shards' slices of one trip."""
+        """The slices of the shards that one trip reads."""
         return {
             k: jax.lax.dynamic_index_in_dim(self.shards[weight], place, keepdims=False)
             for k, weight in self.scanned.items()
@@ -384,7 +384,7 @@ class Gathered:
 
 
 class LoopSaved(NamedTuple):
-    """What a loop's forward leaves: every trip's residuals, stacked, and the operands that are no weights."""
+    """Residuals of a loop's forward: those of every trip, stacked, and the operands that are no weights."""
 
     trips: Saved
     operands: dict[int, Any]
@@ -424,7 +424,7 @@ class UnitLoop:
     def apply(
         self, weights: Values, inputs: Values, shards: Values, slices: Slices, transform: Transform = lambda work: work
     ) -> Values:
-        """The results; each trip's work as `transform` makes it."""
+        """Runs the loop, each trip's work wrapped by `transform`, and returns the results."""
         given = self._given(inputs, self.prelude.apply(weights))
 
         def trip(carry, rest, read):
@@ -437,7 +437,7 @@ class UnitLoop:
     def forward(
         self, weights: Values, inputs: Values, shards: Values, slices: Slices, transform: Transform
     ) -> tuple[Values, LoopSaved]:
-        """The results, and what the backward needs beside the weights."""
+        """The results, and the residuals of the backward, without the weights."""
         given, traced = self._given(inputs, self.prelude.apply(weights)), []
 
         def trip(carry, rest, read):
@@ -553,7 +553,7 @@ class UnitLoop:
 
 
 def loop_of(segment: Segment, program: Program, prelude: Prelude) -> UnitLoop:
-    """The loop that a segment with scanned weights is.
+    """Builds the loop of a segment that scans over weights.
 
     Args:
       segment: one scan equation.
@@ -599,7 +599,7 @@ def loop_of(segment: Segment, program: Program, prelude: Prelude) -> UnitLoop:
 
 
 def _varied(inner: Program, start: set[int], carry: range) -> frozenset[int]:
-    """Values of a trip that have a gradient: what one trip makes of them, the next one may carry."""
+    """Values of a trip that have a gradient, also by way of the carry from trip to trip."""
     while True:
         varied = with_gradient(inner, start)
         more = {inner.inputs[k] for i, k in enumerate(carry) if among(inner.outputs[i], varied)} - start
@@ -614,7 +614,7 @@ def _varied(inner: Program, start: set[int], carry: range) -> frozenset[int]:
 
 
 def part_of(segment: Segment, cut: Cut) -> Body | UnitLoop:
-    """A segment as a body, or as a loop where it scans over weights."""
+    """Builds what runs a segment: a body, or a loop where it scans over weights."""
     program = cut.program
     weights = [program.inputs[w] for w in segment.weights]
     prelude = Prelude(weights, segment.prelude, segment.derived, cut.varied)
@@ -629,7 +629,7 @@ def part_of(segment: Segment, cut: Cut) -> Body | UnitLoop:
 
 
 def transform_of(remat: Remat, *, apart: bool = False) -> Callable[[Callable], Callable]:
-    """What a policy makes of the function of a unit.
+    """Wraps a unit's function for a policy given as a word, or None.
 
     Args:
       remat: the policy.
@@ -651,7 +651,7 @@ def transform_of(remat: Remat, *, apart: bool = False) -> Callable[[Callable], C
 def transforms_of(
     remat: Any, pieces: Cut, parts: list, names: Sequence[str], grads: Sequence[int]
 ) -> tuple[list, list]:
-    """The parts of a program, and what a plan's recomputation makes of each.
+    """The parts of a program, and the wrapper of each that a plan's recomputation asks for.
 
     Args:
       remat: a word, a policy of JAX's, or who says what each unit keeps (`recompute.py`).
@@ -721,7 +721,7 @@ def recomputed(loss: Callable, model: Functional, wrap: Wrap, remat: Remat, para
 
 @dataclass(frozen=True)
 class Replayed:
-    """How a model's loss is run unit by unit, inside `shard_map`.
+    """Runs a model's loss unit by unit, inside `shard_map`.
 
     Attributes:
       placement: how weights are read and gradients reduced.
@@ -751,7 +751,7 @@ class Replayed:
         return aux, run.backward(saved, axes, accumulated)
 
     def apply(self, fun: Callable, params: PyTree, frozen: PyTree, args: tuple) -> Any:
-        """`fun(read_params, read_frozen, *args)`, without gradients."""
+        """Runs `fun(read_params, read_frozen, *args)` unit by unit, without gradients."""
         return _Run.of(self, fun, params, frozen, args).forward(keep=False)[0]
 
 
@@ -769,7 +769,7 @@ def check_units(placement: Placement, model: Functional) -> None:
 
 
 class _Run:
-    """One loss cut into segments, on one rank's shards."""
+    """A loss cut into segments, run forward and backward on one rank's shards."""
 
     def __init__(
         self, placement: Placement, shards: list, layouts: list[Layout], trained: int, cut: Cut, args: list,
@@ -815,7 +815,7 @@ class _Run:
         return _Run(placement, shards, layouts, len(trained), pieces, jax.tree.leaves(args), names)
 
     def forward(self, keep: bool) -> tuple[Any, list[Any]]:
-        """The results, and per segment what its backward needs."""
+        """Runs all segments; returns the results and, with `keep`, each segment's residuals."""
         env, held, saved = dict(self.inputs), {}, []
         for i, (segment, part) in enumerate(zip(self.cut.segments, self.parts, strict=True)):
             entering = {number: env[number] for number in segment.inputs}
@@ -884,12 +884,12 @@ class _Run:
         return [done[w] for w in range(self.trained)]
 
     def _ahead(self, i: int, step: int) -> list[int]:
-        """The weights of a segment and of the next ones in this direction, as far as weights are prefetched."""
+        """The weights of a segment and of those next in this direction that are to be prefetched."""
         near = range(i, i + step * (self.prefetch + 1), step)
         return [w for j in near if 0 <= j < len(self.parts) for w in self.cut.segments[j].weights]
 
     def _read(self, due: Sequence[int], tie: Values) -> tuple[dict[int, Any], Values]:
-        """Gather weights, but not before the values `tie` are there."""
+        """Gathers weights, but not before the values `tie` are there."""
         if not (due := list(dict.fromkeys(due))):
             return {}, tie
         shards, tie = self._tied([self.shards[w] for w in due], tie)
@@ -923,7 +923,7 @@ class _Run:
     def _finish(
         self, shards: dict[int, Partial], axes: Collection[AxisNames] | None, accumulated: Any
     ) -> dict[int, Partial]:
-        """What is left to do for gradients that a loop has synchronized over the inner axes."""
+        """Synchronizes gradients that a loop has synchronized over the inner axes, over the others too."""
         wanted = tuple(self.placement.strategies) if axes is None else axes
         return self._sync(
             shards, [axis for axis in wanted if axis not in self.placement.axes.each_microbatch], accumulated
@@ -934,7 +934,7 @@ class _Run:
         return jnp.zeros(layout.shard, self.placement.plan.precision.accumulate_dtype(layout.dtype))
 
     def _settled(self, grads: list[Partial], tie: Any) -> tuple[list[Partial], Any]:
-        """Both behind a barrier: nothing is done with `tie` before the gradients are there.
+        """Orders gradients before `tie` by a barrier: nothing is done with `tie` before they are there.
 
         Not in jax 0.10's typed mode, whose barrier would type reduced gradients as varying over what `tie` varies over.
         """
@@ -944,7 +944,7 @@ class _Run:
         return (settled, after) if same else (grads, tie)
 
     def _tied(self, shards: list[Any], tie: Any) -> tuple[list[Any], Any]:
-        """Both behind a barrier: nothing is done with the shards before `tie` is there, and no two reads are merged."""
+        """Orders `tie` before shards by a barrier: shards are not used before it is there, and no two reads are merged."""
         leaves, treedef = jax.tree.flatten(tie)
         arrays = [i for i, x in enumerate(leaves) if not jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)]
         # jax 0.10 types all results of a barrier as varying over what any operand varies over. Along batch axes that is what

@@ -1,4 +1,4 @@
-"""What a model's code says of placement over the user's own axes: read under his mesh, and left out where a plan does it.
+"""A model's code that places arrays over the user's own axes: traced under the user's mesh, replayed without placements.
 
 Inside `shard_map` code runs on one device, so the mesh that it sees is the user's with every degree 1: there each spelling of
 JAX's and Flax's is legal and means nothing. What is traced so runs again without what places arrays, under the mesh around.
@@ -42,10 +42,10 @@ from axonml_jax.program.program import (
 T = TypeVar("T")
 
 _PLACES = {"sharding_constraint": "sharding", "reshard": "dst_sharding", "mesh_cast": "dst_sharding"}
-"""Primitives that place their operand, and the parameter that says where."""
+"""Primitives that place their operand, and the parameter with the sharding."""
 
 _ALSO_PLACED = ("sharding", "out_sharding")
-"""Parameters of other primitives that say where their results are to lie."""
+"""Parameters of other primitives with the sharding of their results."""
 
 
 def reading_placed(
@@ -57,7 +57,7 @@ def reading_placed(
     variables: Variables,
     *args: PyTree,
 ) -> PyTree:
-    """`fun(variables, *args)`, where what it says of placement is read under the user's mesh.
+    """Runs `fun(variables, *args)`, whose placements of arrays are read under the user's mesh.
 
     Args:
       fun: the model's code.
@@ -99,7 +99,7 @@ def reading_placed(
 
 
 def made_on_one_device(make: Callable[[Made], T], given: Any) -> T:
-    """`make(made)`, where functions that make arrays place them over the user's axes: `made` leaves that out.
+    """Runs `make(made)`; `made` wraps functions that make arrays, so that their placements over the user's axes are left out.
 
     Args:
       make: traces such functions for shapes, and keeps what `made` makes of them.
@@ -137,11 +137,11 @@ def _read(jaxpr: Any) -> Program:
 # --------------------------------------------------------------------------------------------------
 
 Typed = Callable[[int, jax.Array], PartitionSpec | None]
-"""`typed(k, leaf)`: how the k-th array that code is given lies; None: whole on every device."""
+"""`typed(k, leaf)`: the spec of the k-th array that code is given; None: it is whole on every device."""
 
 
 def one_device(meshes: Iterable[AbstractMesh]) -> AbstractMesh:
-    """The mesh of one device with the axes of all of these, and other names of ours; if any is Explicit, all are.
+    """The mesh of one device with the axes of all meshes, and this library's other names of them; Explicit if any is.
 
     >>> one_device([AbstractMesh((2, 4), ("rows", "model")), AbstractMesh((8,), ("fsdp",))]).axis_names
     ('rows', 'model', 'fsdp', 'zero', 'dp_shard')
@@ -158,7 +158,7 @@ def one_device(meshes: Iterable[AbstractMesh]) -> AbstractMesh:
 def _attempts(
     meshes: Sequence[AbstractMesh], model: Functional, num_variables: int
 ) -> Iterator[tuple[AbstractMesh, Typed]]:
-    """Meshes to trace under, and how arrays lie on them: the likeliest first."""
+    """Meshes to trace under, and the specs of arrays on them, the likeliest first."""
     one = one_device(meshes)
     if AxisType.Explicit not in one.axis_types:
         yield one, lambda k, leaf: None
@@ -188,7 +188,7 @@ def _like(leaf: Any, one: AbstractMesh, spec: PartitionSpec | None) -> Any:
 
 
 def _explain(error: Exception, meshes: Sequence[AbstractMesh]) -> None:
-    """Say which axis no mesh has, where that is what is wrong.
+    """Raise an error that names the axis that no mesh has, where that is the cause.
 
     Raises:
       ValueError: naming it, the user's line, and the remedy.
@@ -209,7 +209,7 @@ def _explain(error: Exception, meshes: Sequence[AbstractMesh]) -> None:
 
 @dataclass(frozen=True)
 class _Replayed:
-    """Runs programs without what places arrays.
+    """Runs programs without the primitives that place arrays, except along axes left to XLA's partitioner.
 
     Attributes:
       one: the mesh that they were traced under.
@@ -244,7 +244,7 @@ class _Replayed:
         return [self._kept(x, to) for x in made for to in said.values()] if said and len(made) == 1 else made
 
     def _kept(self, x: jax.Array, to: Any) -> jax.Array:
-        """A value placed along the axes left to the partitioner, as code has said it of the user's names."""
+        """Constrains a value along the axes left to the partitioner, as the code says in the user's names."""
         if not self.automatic or not isinstance(to, NamedSharding):
             return x
         ours = lambda entry: tuple(
@@ -300,7 +300,7 @@ class _Replayed:
 
 
 class _Parts:
-    """Of a function with a backward of its own the programs of both halves, under the mesh that it was traced under.
+    """The programs of both halves of a function with its own backward, traced under the same mesh.
 
     Attributes:
       floats, moved: the positions of its operands, and of its results, that have derivatives.
@@ -311,7 +311,7 @@ class _Parts:
         self._pull: Any = None
 
     def forward(self) -> Program:
-        """Of its operands: its results, then what the backward needs."""
+        """The program of the operands that returns the results, then the residuals of the backward."""
 
         def both(*given: Any) -> list[Any]:
             def call(*moving: Any) -> tuple[list, list]:
@@ -329,7 +329,7 @@ class _Parts:
         return _read(traced.jaxpr)
 
     def backward(self) -> Program:
-        """Of what the forward kept, and cotangents of its results: cotangents of its operands."""
+        """The program from residuals, and cotangents of the results, to cotangents of the operands."""
         count = len(self._kept)
         pulled = lambda *given: self._pull.unflatten(given[:count])(list(given[count:]))
         cotangents = [self.op.made[k] for k in self.moved]

@@ -1,4 +1,4 @@
-"""`DiLoCo`: ranks that train alone for a round, and then move together (Douillard et al. 2023)."""
+"""`DiLoCo`: the strategy of replicas that train by themselves for rounds, and then join (Douillard et al. 2023)."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,29 +71,29 @@ class DiLoCo(AbstractStrategy, LocalRounds, Bucketed, Decides):
 
     @property
     def role(self) -> Role:
-        """Of the outer parameters: splits rows, holds parameters whole; gradients asked for by hand are summed."""
+        """The role of the outer parameters: rows are split, parameters whole; gradients of `value_and_grad` are summed."""
         return _WHOLE.role
 
     def spec(self, layout: Layout, axis: AxisNames, axis_size: int) -> Layout:
-        """The whole leaf on every rank."""
+        """The leaf as it is: whole on every rank."""
         return layout
 
     def gather(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
-        """The outer leaf itself."""
+        """The outer leaf as it is, typed as varying."""
         return _WHOLE.gather(shard, layout, axis)
 
     def sync(self, grad: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
-        """The sum, of gradients of the outer parameters (`value_and_grad`); a training step calls it nowhere."""
+        """Sums gradients of the outer parameters (`value_and_grad`); a training step does not call it."""
         return _WHOLE.sync(grad, layout, axis)
 
     def sync_bucket(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
-        """One all-reduce for the whole bucket."""
+        """Sums the bucket by one all-reduce."""
         return _WHOLE.sync_bucket(grads, layouts, axis)
 
     def gather_flows(
         self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
     ) -> tuple[Transfer, ...]:
-        """Nothing."""
+        """No transfers: every rank has the leaf."""
         return ()
 
     def sync_flows(
@@ -103,11 +103,11 @@ class DiLoCo(AbstractStrategy, LocalRounds, Bucketed, Decides):
         return _WHOLE.sync_flows(elements, layout, axis, ranks, dtype)
 
     def within_round(self) -> Replicate:
-        """Every rank trains a model of its own."""
+        """The strategy of a step within a round: every rank trains a model of its own."""
         return _ALONE
 
     def model_problems(self, model: Functional, axis: AxisNames, degrees: Mapping[str, int]) -> list[str]:
-        """State that steps change would be another one on every replica; and int8 has no complex numbers."""
+        """Problems of models with state that steps change, which replicas cannot join, or with complex parameters to pack."""
         problems = []
         if jax.tree.leaves(model.shapes.state):
             problems.append(
@@ -123,7 +123,7 @@ class DiLoCo(AbstractStrategy, LocalRounds, Bucketed, Decides):
         return problems
 
     def in_words(self, axis: AxisNames) -> str:
-        """As tables print it."""
+        """A description for tables."""
         wire = f" as {self.wire}" if self.wire else ""
         return (
             f"DiLoCo over {'*'.join(as_axes(axis))}: {self.every} steps alone, then one outer step{wire} "
@@ -134,14 +134,14 @@ class DiLoCo(AbstractStrategy, LocalRounds, Bucketed, Decides):
 
     @property
     def round_copies(self) -> float:
-        """In int8 leaves join one after the other, so that of their sums those of a large leaf are there at a time.
+        """Copies at the end of a round; fewer in int8, where leaves join one by one, so that few of their sums are there.
 
         Between 2.0 and 2.7, by the size of the largest leaf and the number of ranks, in the programs that were compiled.
         """
         return 2.5 if self.wire == "int8" else 3
 
     def first_kept(self, param: jax.Array) -> jax.Array:
-        """The outer momentum."""
+        """Zeros: the outer momentum."""
         return jnp.zeros_like(param)
 
     def end_round(
@@ -152,7 +152,7 @@ class DiLoCo(AbstractStrategy, LocalRounds, Bucketed, Decides):
         layouts: Sequence[Layout],
         axis: AxisNames,
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """One step of SGD with Nesterov momentum; its gradient is the mean change, with the sign turned."""
+        """Updates the outer parameters by SGD with Nesterov momentum; its gradient is the mean over ranks of outer - own."""
         ranks, wide = axis_size(axis), [_widened(leaf) for leaf in outer]
         sums = self._summed([_widened(x) - _widened(y) for x, y in zip(outer, own, strict=True)], layouts, axis)
         grads = [total / ranks for total in sums]
@@ -162,13 +162,13 @@ class DiLoCo(AbstractStrategy, LocalRounds, Bucketed, Decides):
         return new, [momentum.astype(old.dtype) for momentum, old in zip(momenta, kept, strict=True)]
 
     def round_dtype(self, dtype: Any) -> Any:
-        """As `wire` says."""
+        """The dtype that `wire` names; that of the sums without one."""
         return jnp.dtype({"bf16": "bfloat16", "int8": "int8", None: wide(dtype)}[self.wire])
 
     def round_flows(
         self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
     ) -> tuple[Transfer, ...]:
-        """One all-reduce; of a matrix in int8 an all-to-all and an all-gather of values, and of scales."""
+        """One all-reduce; for a matrix in int8 an all-to-all and an all-gather of its values, and of its scales."""
         if not self._packs(layout):
             sent = wide(dtype) if self.wire == "int8" else self.round_dtype(dtype)
             return (Transfer(kind="all_reduce", elements=elements, ranks=ranks, dtype=sent),)
@@ -183,7 +183,7 @@ class DiLoCo(AbstractStrategy, LocalRounds, Bucketed, Decides):
         return self.wire == "int8" and layout.size > 0 and travels_packed(layout, layout.dtype)
 
     def _summed(self, leaves: list[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
-        """The sum over replicas of every leaf, as it travels."""
+        """Sums every leaf over replicas, in the dtype in which it travels."""
         packs = [self._packs(layout) for layout in layouts]
         plain = [leaf for leaf, packed in zip(leaves, packs, strict=True) if not packed]
         dtype = "bfloat16" if self.wire == "bf16" else None
@@ -192,7 +192,7 @@ class DiLoCo(AbstractStrategy, LocalRounds, Bucketed, Decides):
 
 
 def _packed_sum(leaf: jax.Array, axis: AxisNames) -> jax.Array:
-    """The sum of a leaf over an axis. Every rank adds up its part of what all have sent in int8, and sends that likewise."""
+    """Sums a leaf over an axis in int8: every rank adds up its part of what all have sent, and sends the sum likewise."""
     ranks = axis_size(axis)
     part = -(-leaf.size // ranks)
     padded = jnp.pad(leaf.ravel(), (0, ranks * part - leaf.size))

@@ -70,19 +70,19 @@ class Replicate(AbstractStrategy, Bucketed, Reducer, Decides):
         return Role(reduces="never" if alone else "step")
 
     def spec(self, layout: Layout, axis: AxisNames, axis_size: int) -> Layout:
-        """The whole leaf on every rank."""
+        """The leaf as it is: whole on every rank."""
         return layout
 
     def gather(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
-        """The leaf itself, typed as varying: each rank's use of it has a gradient of its own."""
+        """The leaf as it is, typed as varying: each rank's use of it has a gradient of its own."""
         return vary(shard, axis)
 
     def sync(self, grad: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
-        """The sum of the ranks' gradients; their own with NO_SYNC."""
+        """Sums the ranks' gradients; with NO_SYNC returns this rank's own."""
         return self.sync_bucket([grad], [layout], axis)[0]
 
     def sync_bucket(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
-        """One reduction for the whole bucket."""
+        """Sums the bucket by one reduction."""
         if self.sync_strategy is GradSyncStrategy.NO_SYNC:
             return list(grads)
         flat = self.gradient_as_bucket_view is False
@@ -98,35 +98,35 @@ class Replicate(AbstractStrategy, Bucketed, Reducer, Decides):
     def gather_flows(
         self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
     ) -> tuple[Transfer, ...]:
-        """Nothing."""
+        """No transfers: every rank has the leaf."""
         return ()
 
     def sync_flows(
         self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
     ) -> tuple[Transfer, ...]:
-        """One all-reduce; nothing with NO_SYNC."""
+        """One all-reduce; no transfers with NO_SYNC."""
         if self.sync_strategy is GradSyncStrategy.NO_SYNC:
             return ()
         return (Transfer(kind="all_reduce", elements=elements, ranks=ranks, dtype=self.wire_dtype(dtype)),)
 
     @property
     def exact(self) -> bool:
-        """Unless gradients travel in another dtype, or through a hook."""
+        """Whether gradients travel in their own dtype, and not through a hook."""
         return self.comm_dtype is None and self.comm_hook is None
 
     def reducing(self) -> "Replicate":
-        """With NO_SYNC: SYNCHRONOUS."""
+        """The strategy as it is; in the place of NO_SYNC one that is SYNCHRONOUS."""
         alone = self.sync_strategy is GradSyncStrategy.NO_SYNC
         return replace(self, sync_strategy=GradSyncStrategy.SYNCHRONOUS) if alone else self
 
     def decided(self, fabric: Fabric, ranks: int) -> "Replicate":
-        """Flat buffers on gloo; elsewhere XLA's combiner needs no copy."""
+        """Chooses flat buffers on gloo; elsewhere XLA's combiner needs no copy."""
         if self.gradient_as_bucket_view is not None or self.comm_hook is not None:
             return self
         return replace(self, gradient_as_bucket_view=not fabric.gloo)
 
     def in_words(self, axis: AxisNames) -> str:
-        """As tables print it."""
+        """A description for tables."""
         return f"replicated over {'*'.join(as_axes(axis))}"
 
     def wire_dtype(self, dtype: Any) -> Any:
@@ -140,7 +140,7 @@ class Replicate(AbstractStrategy, Bucketed, Reducer, Decides):
 
     @property
     def overlaps(self) -> bool:
-        """With OVERLAPPED."""
+        """Whether `sync_strategy` is OVERLAPPED."""
         return self.sync_strategy is GradSyncStrategy.OVERLAPPED
 
 

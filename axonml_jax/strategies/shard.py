@@ -36,7 +36,7 @@ from axonml_jax.strategies.strategy import (
 
 
 def cut(whole: jax.Array, layout: Layout, axis: AxisNames, dim: int | None) -> jax.Array:
-    """What was gathered without its padding."""
+    """Cuts the padding off a gathered leaf."""
     if dim is None:
         return whole
     if not layout.shape:
@@ -46,7 +46,7 @@ def cut(whole: jax.Array, layout: Layout, axis: AxisNames, dim: int | None) -> j
 
 
 def _read_size(layout: Layout, dim: int, ranks: int) -> int:
-    """The size of a dim that was gathered over so many ranks: of one that layers split too their part, with its padding.
+    """The size of a dim gathered over so many ranks; where layers split it too, that of their part, with its padding.
 
     Sizes are arrays where a layout stands for many meshes.
     """
@@ -55,7 +55,7 @@ def _read_size(layout: Layout, dim: int, ranks: int) -> int:
 
 
 def pad(grad: jax.Array, layout: Layout, axis: AxisNames, dim: int | None) -> jax.Array:
-    """A gradient with zeros behind it, so that it divides."""
+    """Pads a gradient with zeros so that its dim divides over the axis."""
     if dim is None:
         return grad
     if not layout.shape:
@@ -147,23 +147,23 @@ _SENT = {"int8": jnp.dtype("int8"), "fp8": jnp.dtype("uint8")}
 
 
 def wire_dtype(wire: Wire) -> Any:
-    """What the collectives carry: fp8 (e4m3) travels as its bits."""
+    """The dtype of packed values on the wire: fp8 (e4m3) travels as its bits."""
     return _SENT[wire]
 
 
 def travels_packed(layout: Layout, dtype: Any) -> bool:
-    """Whether a leaf is packed: a floating one of two dims or more of its own. Norms' scales and biases travel as they are."""
+    """Whether a leaf is packed: a floating one with two dims or more of its own. Scales of norms, and biases, are not."""
     return len(layout.shape) - layout.stack_dims > 1 and bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def packed_sizes(elements: Any) -> tuple[Any, Any]:
-    """Returns how many elements and how many scales are sent for so many numbers (or arrays of numbers)."""
+    """The number of elements, and of scales, that are sent for `elements` (a number or an array)."""
     blocks = -(-elements // BLOCK) + (elements == 0)
     return -(-elements // blocks) * blocks, blocks
 
 
 def packed(shard: jax.Array, wire: Wire) -> tuple[jax.Array, jax.Array]:
-    """A shard as it is sent.
+    """Packs a shard into values of few bits and a scale for each block.
 
     Args:
       shard: [*dims], floating, of n elements.
@@ -187,7 +187,7 @@ def packed(shard: jax.Array, wire: Wire) -> tuple[jax.Array, jax.Array]:
 
 
 def unpacked(values: jax.Array, scales: jax.Array, shape: tuple[int, ...], dtype: Any, wire: Wire) -> jax.Array:
-    """What was sent by several ranks: values [k * s] and scales [k * blocks] -> [k, *shape]."""
+    """Unpacks what several ranks sent: values [k * s] and scales [k * blocks] -> [k, *shape]."""
     _, blocks = packed_sizes(size := math.prod(shape))
     grid = values.reshape(scales.size // blocks, blocks, values.size // scales.size)
     if wire == "fp8":
@@ -197,7 +197,7 @@ def unpacked(values: jax.Array, scales: jax.Array, shape: tuple[int, ...], dtype
 
 
 def round_trip(shard: jax.Array, wire: Wire) -> jax.Array:
-    """What ranks read of a shard that was sent."""
+    """Packs and unpacks a shard: the values that other ranks read of it."""
     return unpacked(*packed(shard, wire), shard.shape, shard.dtype, wire)[0]
 
 
@@ -208,7 +208,7 @@ def round_trip(shard: jax.Array, wire: Wire) -> jax.Array:
 
 @dataclass(frozen=True)
 class Feedback:
-    """The strategy of a plan whose sums are fed back.
+    """The strategy of a plan whose sums' rounding error is fed back.
 
     Attributes:
       axis: which it owns.
@@ -222,7 +222,7 @@ class Feedback:
 
     @classmethod
     def of(cls, strategies: Mapping[AxisNames, AbstractStrategy], precision: Precision) -> Self | None:
-        """That of strategies by axis; None: there is none."""
+        """Finds the strategy that feeds back among those of a plan; None: none does."""
         lossy = {axis: own for axis, each in strategies.items() if (own := each.having(Lossy)) is not None}
         return next((cls(axis, own, precision) for axis, own in lossy.items() if own.feeds_back), None)
 
@@ -278,7 +278,7 @@ def sums_packed(wire: ReduceWire | None, layout: Layout, dtype: Any) -> bool:
 
 
 def sum_transfers(wire: ReduceWire, elements: Any, ranks: int, padding: Any) -> tuple[Transfer, ...]:
-    """What one such sum sends.
+    """The transfers of one packed sum.
 
     Args:
       wire: the gradient's.
@@ -337,7 +337,7 @@ def scatter_sum_packed(
 
 
 def sum_round_trip(part: jax.Array, wire: ReduceWire) -> jax.Array:
-    """What is added of a part that a rank sent."""
+    """Rounds a part as it is rounded on its way: what the sum adds of it."""
     return round_trip(part, "int8") if wire in _INT8 else part.astype(jnp.bfloat16).astype(part.dtype)
 
 
@@ -416,7 +416,7 @@ class Shard(AbstractStrategy, Bucketed, Lossy, Decides):
     def gather_flows(
         self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
     ) -> tuple[Transfer, ...]:
-        """One all-gather, or one across and one among neighbours; of packed leaves as many of the scales."""
+        """One all-gather, or two in hops; for packed leaves as many of the scales."""
         if self.wire is None or not travels_packed(layout, dtype) or (dim := layout.dim_of(axis)) is None:
             return self._moved("all_gather", elements * ranks, layout, axis, ranks, dtype, self.gather_hop)
         sent, scales = packed_sizes(elements)
@@ -430,7 +430,7 @@ class Shard(AbstractStrategy, Bucketed, Lossy, Decides):
     def sync_flows(
         self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
     ) -> tuple[Transfer, ...]:
-        """One reduce-scatter, or one across and one among neighbours; all-to-alls of packed parts in their place."""
+        """One reduce-scatter, or two in hops; for packed parts all-to-alls in their place."""
         if not self._packed_sum(layout, axis, dtype):
             return self._moved("reduce_scatter", elements, layout, axis, ranks, dtype, self.scatter_hop)
         assert self.reduce_wire is not None
@@ -445,7 +445,7 @@ class Shard(AbstractStrategy, Bucketed, Lossy, Decides):
         return Transfer(kind=kind, elements=elements, ranks=ranks, dtype=dtype, padding=padding).in_hops(hop)
 
     def decided(self, fabric: Fabric, ranks: int) -> "Shard":
-        """Hops for the devices' torus (see `strategies/shard.py`); flat buffers on gloo.
+        """Chooses hops by the devices' torus (see `best_hops`), and flat buffers on gloo.
 
         Raises:
           ValueError: when the ranks of the axis do not divide into hops.
@@ -459,32 +459,32 @@ class Shard(AbstractStrategy, Bucketed, Lossy, Decides):
         return replace(self, flat=fabric.gloo if self.flat is None else self.flat, **chosen)
 
     def in_words(self, axis: AxisNames) -> str:
-        """As tables print it."""
+        """A description for tables."""
         gathered = f", gathered as {self.wire}" if self.wire else ""
         return f"ZeRO-{self.stage}{gathered}" + (f", reduced as {self.reduce_wire}" if self.reduce_wire else "")
 
     @property
     def exact(self) -> bool:
-        """Unless what is gathered or reduced is packed."""
+        """Whether nothing that is gathered or reduced is packed."""
         return self.wire is None and self.reduce_wire is None
 
     @property
     def feeds_back(self) -> bool:
-        """As "int8-feedback"."""
+        """Whether `reduce_wire` is "int8-feedback"."""
         return self.reduce_wire == "int8-feedback"
 
     @property
     def reads_exactly(self) -> bool:
-        """Unless what is gathered is packed."""
+        """Whether nothing that is gathered is packed."""
         return self.wire is None
 
     def round_trip(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
-        """What ranks read of a shard."""
+        """The values that ranks read of a shard."""
         packs = self._packs(shard, layout, axis)
         return round_trip(shard, packs) if packs is not None else shard
 
     def sum_round_trip(self, part: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
-        """What the sum takes of a part of a rank's gradient."""
+        """The values that the sum adds of a part of a rank's gradient."""
         if self.reduce_wire is None or not self._packed_sum(layout, axis, part.dtype):
             return part
         return sum_round_trip(part, self.reduce_wire)
@@ -494,7 +494,7 @@ class Shard(AbstractStrategy, Bucketed, Lossy, Decides):
         return layout.dim_of(axis) is not None and sums_packed(self.reduce_wire, layout, dtype)
 
     def _packs(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> Wire | None:
-        """How a shard is packed; None: it travels as it is."""
+        """The form in which a shard is packed; None: it is not."""
         travels = layout.dim_of(axis) is not None and travels_packed(layout, shard.dtype)
         return self.wire if travels else None
 
@@ -509,7 +509,7 @@ class Shard(AbstractStrategy, Bucketed, Lossy, Decides):
         return Role(parameters="sharded", reads="use" if self.stage == 3 else "start", reduces=reduces)
 
     def spec(self, layout: Layout, axis: AxisNames, axis_size: int) -> Layout:
-        """One dim split over the axis: the one that needs the least padding.
+        """Splits the dim that needs the least padding over the axis.
 
         Among equals the first; of a leaf with three dims or more rather not dim 0, which may be a stack of layers whose
         slices are read one at a time. A leaf all of whose dims other axes split into parts that do not divide stays as it is:
@@ -529,15 +529,15 @@ class Shard(AbstractStrategy, Bucketed, Lossy, Decides):
         return layout if clumsy else layout.on(axis, dim, axis_size)
 
     def gather(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
-        """The whole leaf (its part on the other axes), padding cut off."""
+        """Gathers the leaf along the axis, and cuts its padding off."""
         return self.gather_bucket([shard], [layout], axis)[0]
 
     def sync(self, grad: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
-        """The rank's part of the sum of the ranks' gradients."""
+        """Sums the ranks' gradients, and keeps this rank's part."""
         return self.sync_bucket([grad], [layout], axis)[0]
 
     def gather_bucket(self, shards: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
-        """One all-gather for the whole bucket, or one among neighbours and one across."""
+        """Gathers the bucket by one all-gather, or by two in hops."""
         dims = [layout.dim_of(axis) for layout in layouts]
         wires: list[Wire | None] = [
             self._packs(shard, layout, axis) for shard, layout in zip(shards, layouts, strict=True)
@@ -565,7 +565,7 @@ class Shard(AbstractStrategy, Bucketed, Lossy, Decides):
         return wholes
 
     def sync_bucket(self, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
-        """One reduce-scatter for the whole bucket, or one across and one among neighbours; one all-to-all of packed parts."""
+        """Sums the bucket by one reduce-scatter, or two in hops; packed parts by one all-to-all."""
         packs = [self._packed_sum(layout, axis, grad.dtype) for grad, layout in zip(grads, layouts, strict=True)]
         sums: list[Any] = [None] * len(grads)
         for pack, reduce in ((True, self._packed_sums), (False, self._sums)):
@@ -608,7 +608,7 @@ class Shard(AbstractStrategy, Bucketed, Lossy, Decides):
 
 
 class ShardingStrategy(enum.Enum):
-    """What a step of FSDP keeps sharded (ZeRO, Rajbhandari et al. 2020; names as in PyTorch).
+    """Names of what FSDP keeps sharded in a step (ZeRO, Rajbhandari et al. 2020; names as in PyTorch).
 
     FULL_SHARD: parameters, gradients and optimizer state (ZeRO-3). SHARD_GRAD_OP: parameters are whole during the step
     (ZeRO-2). SHARD_OPTIMIZER: gradients too (ZeRO-1). NO_SHARD: everything whole (DDP). HYBRID_SHARD: FULL_SHARD along

@@ -1,4 +1,4 @@
-"""The contract of strategies: how a parameter lives on a mesh axis, what its role is, and what it sends."""
+"""The contract of strategies: a parameter's layout along a mesh axis, the axis's role, and what is sent."""
 
 import abc
 import contextlib
@@ -32,7 +32,7 @@ Method = MethodName | tuple[int, Literal["gather", "ring"]]
 
 
 def method_problem(method: object) -> str | None:
-    """What is wrong with a method; nothing where it is one."""
+    """The problem of a method's value; None where it is a valid one."""
     if isinstance(method, str) and method in METHODS:
         return None
     if isinstance(method, (tuple, list)) and len(method) == 2:
@@ -53,7 +53,7 @@ def heads_and_gathers(
     places: int,
     order: Order,
 ) -> tuple[int, bool]:
-    """How many ranks split heads, and whether keys and values are gathered among the rest.
+    """The number of ranks that split heads, and whether keys and values are gathered among the others.
 
     "auto" takes a ring where a window reaches no further than the neighbours' positions in contiguous order, else the cheaper
     in bytes of Ulysses and gathering: forward and backward send 4 (N-1)/N (h + g) and 6 (N-1) g elements per position (h, g:
@@ -94,7 +94,7 @@ def heads_and_gathers(
 
 
 def unsplittable(count: int, heads: int, kv_heads: int) -> str | None:
-    """Why so many ranks cannot split heads; nothing where they can."""
+    """The reason why `count` ranks cannot split heads; None where they can."""
     if heads % count:
         return f"{heads} query heads do not divide over them"
     if kv_heads % count and count % kv_heads:
@@ -123,7 +123,7 @@ class Fabric:
 
     @classmethod
     def of(cls, devices: Sequence[Any]) -> "Fabric":
-        """Of JAX devices."""
+        """Reads the fabric of JAX devices."""
         processes = {device.process_index for device in devices}
         return cls(
             devices=len(devices), torus=_torus(devices), gloo=devices[0].platform == "cpu" and len(processes) > 1
@@ -208,7 +208,7 @@ class Role:
             raise ValueError(f"{self}: {'; '.join(problems)}")
 
     def splits(self, axes: tuple[str, ...]) -> dict[str, Split]:
-        """What of the batch each of the strategy's axes splits.
+        """The part of the batch that each of the strategy's axes splits.
 
         Raises:
           ValueError: when the role names another number of axes.
@@ -236,7 +236,7 @@ _CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """One collective of one leaf.
+    """One collective by which a strategy moves one leaf.
 
     Attributes:
       kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "permute".
@@ -253,7 +253,7 @@ class Transfer:
     padding: int = 0
 
     def in_hops(self, hop: int | None) -> "tuple[Transfer, ...]":
-        """A gather or reduce-scatter as it goes: across the groups of `hop` neighbours, where it is whole, and among them."""
+        """A gather or reduce-scatter in two hops: across the groups of `hop` neighbours, and among them; None: in one."""
         if hop is None or hop in (1, self.ranks):
             return (self,)
         across = self.ranks // hop
@@ -292,7 +292,7 @@ def checked_wrap(wrap: Wrap) -> Any:
 
 
 def units(names: Sequence[str], wrap: Any, module_types: Mapping[str, type]) -> dict[str, list[int]]:
-    """The leaves of every unit.
+    """Finds the units of a model, and the leaves of each.
 
     Args:
       names: path name of every leaf, such as `blocks/0/attention/query/kernel`.
@@ -407,14 +407,14 @@ _SPLITS = jax.make_user_context(())
 
 @contextlib.contextmanager
 def split_by(split: ContextSplit) -> Iterator[None]:
-    """Within it code that runs inside `shard_map` over the split's axis sees sequences split so."""
+    """Context in which code inside `shard_map` over the split's axis sees sequences split so."""
     with _SPLITS((*_SPLITS.value, (split.axis, split))):
         yield
 
 
 @contextlib.contextmanager
 def seen_whole(axis: str) -> Iterator[None]:
-    """Within it code that runs inside `shard_map` over the axis sees whole sequences, the same on all its ranks."""
+    """Context in which code inside `shard_map` over the axis sees whole sequences, the same on all its ranks."""
     with _SPLITS((*_SPLITS.value, (axis, None))):
         yield
 
@@ -447,7 +447,7 @@ MIB = 2**20
 
 
 class Bucketed:
-    """Several leaves travel together."""
+    """Gathers and sums several leaves in one collective."""
 
     def gather_bucket(self, shards: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames) -> list[jax.Array]:
         """`gather` of several leaves; one by one unless a class says how."""
@@ -459,11 +459,11 @@ class Bucketed:
 
 
 class Reducer:
-    """Says how a plan's gradients travel, where it is the strategy of `data` or of the mesh's outermost axis."""
+    """Decides how a plan's gradients travel, as the strategy of `data` or of the mesh's outermost axis."""
 
     @property
     def bucket_bytes(self) -> int:
-        """Capacity in bytes of what is reduced together."""
+        """Capacity in bytes of a bucket of leaves that are reduced together."""
         return 25 * MIB
 
     @property
@@ -476,7 +476,7 @@ class Reducer:
         return jnp.dtype(dtype)
 
     def reducing(self) -> Self:
-        """Itself, but reducing gradients where its role never does: what `sync_gradients` asks for."""
+        """The strategy, with a role that reduces gradients where its own never does: what `sync_gradients` asks for."""
         return self
 
 
@@ -497,7 +497,7 @@ class SplitsPositions:
 
     @property
     def position_order(self) -> Order:
-        """In which order ranks hold positions; batches and outputs keep the sequence's."""
+        """The order in which ranks hold positions; batches and outputs keep the sequence's."""
         return "contiguous"
 
     def position_split(self, axis: AxisNames) -> ContextSplit | None:
@@ -505,7 +505,7 @@ class SplitsPositions:
         return None
 
     def inside(self, axis: AxisNames) -> AbstractContextManager:
-        """What holds while the model's code is traced inside `shard_map`: entered around every call of it, and of the loss."""
+        """The context that is entered around every call of the model's code, and of the loss, while a step is traced."""
         return nullcontext()
 
     def with_fsdp(self, fsdp: "AbstractStrategy") -> "AbstractStrategy | None":
@@ -521,7 +521,7 @@ class LeftToXLA:
     """Leaves its axes to XLA's partitioner in a step: none is bound, and the model's code sees whole sequences."""
 
     def rewritten(self, fun: Callable[..., Any], axis: AxisNames, check_vma: bool) -> Callable[..., Any]:
-        """What a step traces in the place of the model's code.
+        """Rewrites the model's code for a step.
 
         Args:
           fun: takes pytrees and returns one; it sees whole sequences.
@@ -537,15 +537,15 @@ class LeftToXLA:
 
 
 class Lossy:
-    """Sums of gradients, or reads alone, are rounded; a strategy that says `exact = False` and no more rounds both or reads."""
+    """Rounds sums of gradients, or what is read; with `exact = False` and no more, both."""
 
     @property
     def reads_exactly(self) -> bool:
-        """Whether what is read is what rests: False, unless the sums alone are rounded."""
+        """Whether the values that are read are those that rest: False, unless the sums alone are rounded."""
         return False
 
     def sum_round_trip(self, part: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
-        """What `sync` adds of a part of one rank's gradient.
+        """The values that `sync` adds of a part of one rank's gradient.
 
         Args:
           part: [*layout.shard], with its padding: what one rank sends another.
@@ -563,23 +563,23 @@ class Lossy:
 
 
 class Stateful:
-    """Keeps something between steps for every trained parameter: the error of a lossy gather, an anchor of local steps."""
+    """Keeps state between steps for every trained parameter: the error of a lossy gather, an anchor of local steps."""
 
     def init_state(self, param: jax.Array) -> PyTree:
-        """What it keeps for one trained parameter, given whole; None: nothing.
+        """The first state for one trained parameter, given whole; None: none is kept.
 
         Arrays of the parameter's shape rest as it does, others whole on every rank. Checkpoints keep them.
         """
         return None
 
     def to_read(self, shard: jax.Array, state: PyTree, layout: Layout, axis: AxisNames) -> jax.Array:
-        """What a training step gathers in the place of a resting shard, given the state: for instance with its error added."""
+        """The values that a training step gathers in the place of a resting shard: for instance with its error added."""
         return shard
 
     def after_update(
         self, shard: jax.Array, state: PyTree, layout: Layout, axis: AxisNames, *, before: jax.Array
     ) -> tuple[jax.Array, PyTree]:
-        """The shard and the state after an update, once per step whose update is not skipped, inside `shard_map`.
+        """Changes the shard and the state after an update, once per step whose update is not skipped, inside `shard_map`.
 
         Args:
           shard: as the optimizer made it.
@@ -597,11 +597,11 @@ class Decides:
     """Has defaults that depend on the model or the devices, or models that it cannot run."""
 
     def for_model(self, model: Functional) -> Self:
-        """Itself with the defaults decided that depend on the model."""
+        """The strategy with the defaults decided that depend on the model."""
         return self
 
     def decided(self, fabric: Fabric, ranks: int) -> Self:
-        """Itself with the defaults decided that depend on the devices.
+        """The strategy with the defaults decided that depend on the devices.
 
         Args:
           fabric: what connects the mesh's devices.
@@ -610,7 +610,7 @@ class Decides:
         return self
 
     def model_problems(self, model: Functional, axis: AxisNames, degrees: Mapping[str, int]) -> list[str]:
-        """Why a model cannot run under the strategy, with the remedy: asked, and refused, before anything is allocated.
+        """Problems of a model under the strategy, with the remedies: they are refused before anything is allocated.
 
         Args:
           model: the pure view of the user's; its modules are known where it is an NNX module.
@@ -635,11 +635,11 @@ class LocalRounds(abc.ABC):
 
     @abc.abstractmethod
     def within_round(self) -> "AbstractStrategy":
-        """What stands in its place in a training step: a strategy that never reduces."""
+        """The strategy that takes its place in a training step, and never reduces."""
 
     @property
     def round_copies(self) -> float:
-        """How many copies of what a rank trains the end of a round holds at its fullest, beside what rests.
+        """Copies of what a rank trains that the end of a round holds at its peak, beside what rests.
 
         What this step has made of its own parameters, their differences and the sums of these.
         """
@@ -647,7 +647,7 @@ class LocalRounds(abc.ABC):
 
     @abc.abstractmethod
     def first_kept(self, param: jax.Array) -> PyTree:
-        """What ranks keep together beside an outer parameter, given whole, such as its momentum. It rests as they do."""
+        """The first shared state of an outer parameter, given whole, such as its momentum. It rests as the parameter does."""
 
     @abc.abstractmethod
     def end_round(
@@ -658,7 +658,7 @@ class LocalRounds(abc.ABC):
         layouts: Sequence[Layout],
         axis: AxisNames,
     ) -> tuple[list[jax.Array], list[PyTree]]:
-        """The outer parameters of the next round, inside `shard_map`, the same on every rank of the axis.
+        """Updates the outer parameters at the end of a round, inside `shard_map`, the same on every rank of the axis.
 
         Args:
           outer: those of this round, as they rest, [*layout.shard].
@@ -673,11 +673,11 @@ class LocalRounds(abc.ABC):
 
     @abc.abstractmethod
     def round_dtype(self, dtype: Any) -> Any:
-        """The dtype in which most of what a matrix of `dtype` changed by travels: published amounts are told in it."""
+        """The dtype in which most of a matrix of `dtype` travels at the end of a round: published amounts are told in it."""
 
     @abc.abstractmethod
     def round_flows(self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any) -> Sequence[Transfer]:
-        """What the end of a round sends of a leaf.
+        """The transfers of a leaf at the end of a round.
 
         Args:
           elements: of what a rank holds of it.
@@ -725,17 +725,17 @@ class AbstractStrategy(abc.ABC):
                 )
 
     def having(self, kind: type[C]) -> C | None:
-        """Itself as one with a capability, or None: a class may say so of some of its values."""
+        """The strategy as an instance of a capability, or None; a class may decide it by its values."""
         return self if isinstance(self, kind) else None
 
     @property
     @abc.abstractmethod
     def role(self) -> Role:
-        """What the axis does to the batch and to parameters."""
+        """The role of the axis: what it does to the batch and to parameters."""
 
     @abc.abstractmethod
     def spec(self, layout: Layout, axis: AxisNames, axis_size: int) -> Layout:
-        """Where a parameter lives between steps.
+        """The layout of a parameter between steps.
 
         Args:
           layout: of the whole array, as the model's layers split it.
@@ -748,7 +748,7 @@ class AbstractStrategy(abc.ABC):
 
     @abc.abstractmethod
     def gather(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
-        """The array that the forward pass reads.
+        """Gathers the array that the forward pass reads.
 
         Args:
           shard: as it rests, [*layout.shard], in the dtype in which the model computes.
@@ -761,7 +761,7 @@ class AbstractStrategy(abc.ABC):
 
     @abc.abstractmethod
     def sync(self, grad: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
-        """The gradient of the shard, summed over the axis.
+        """Sums the gradient over the axis, and returns the part of this rank's shard.
 
         Args:
           grad: this rank's gradient of what `gather` returned, shaped alike, in the dtype in which gradients are reduced.
@@ -775,7 +775,7 @@ class AbstractStrategy(abc.ABC):
     def gather_flows(
         self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
     ) -> Sequence[Transfer]:
-        """What one `gather` of a leaf sends: the ledger and the planner price it.
+        """The transfers of one `gather` of a leaf, which the ledger and the planner price.
 
         The planner prices many meshes at once: then `elements` and the sizes of the layout are arrays, with an entry for
         each mesh, and so are those of the transfers.
@@ -793,26 +793,26 @@ class AbstractStrategy(abc.ABC):
 
     @abc.abstractmethod
     def sync_flows(self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any) -> Sequence[Transfer]:
-        """What one `sync` of a gradient of so many elements sends; its arguments are those of `gather_flows`."""
+        """The transfers of one `sync` of a gradient of `elements`; the arguments are those of `gather_flows`."""
 
     @property
     def exact(self) -> bool:
-        """Whether what is read is what rests, and what is reduced the sum; False declares a lossy strategy."""
+        """Whether reads are of the resting values, and reductions are sums; False declares a lossy strategy."""
         return True
 
     def round_trip(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
-        """What ranks read of a shard once it has been gathered: itself, unless the strategy is lossy."""
+        """The values that ranks read of a gathered shard: its own, unless the strategy is lossy."""
         return shard
 
     def in_words(self, axis: AxisNames) -> str:
-        """What it does to parameters, in a few words: what summaries of plans say."""
+        """A short description for summaries of plans."""
         return f"{type(self).__name__} over {'*'.join(as_axes(axis))}"
 
 
 def gather_bucket(
     strategy: AbstractStrategy, shards: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames
 ) -> list[jax.Array]:
-    """What the forward pass reads of several leaves: together, or one by one."""
+    """Gathers several leaves: in one bucket, or one by one."""
     if (own := strategy.having(Bucketed)) is not None:
         return own.gather_bucket(shards, layouts, axis)
     return [strategy.gather(shard, layout, axis) for shard, layout in zip(shards, layouts, strict=True)]
@@ -821,25 +821,25 @@ def gather_bucket(
 def sync_bucket(
     strategy: AbstractStrategy, grads: Sequence[jax.Array], layouts: Sequence[Layout], axis: AxisNames
 ) -> list[jax.Array]:
-    """The gradients of several shards, summed together, or one by one."""
+    """Sums the gradients of several shards: in one bucket, or one by one."""
     if (own := strategy.having(Bucketed)) is not None:
         return own.sync_bucket(grads, layouts, axis)
     return [strategy.sync(grad, layout, axis) for grad, layout in zip(grads, layouts, strict=True)]
 
 
 def reducer_of(strategy: AbstractStrategy) -> Reducer:
-    """How gradients travel where a strategy says it; the defaults of all that do not."""
+    """The strategy as a `Reducer`; the defaults where it is none."""
     return strategy.having(Reducer) or Reducer()
 
 
 def reads_exactly(strategy: AbstractStrategy) -> bool:
-    """Whether what is read is what rests."""
+    """Whether the values that are read are those that rest."""
     lossy = strategy.having(Lossy)
     return strategy.exact or (lossy is not None and lossy.reads_exactly)
 
 
 def feeds_back(strategy: AbstractStrategy) -> bool:
-    """Whether a trainer keeps what its sums leave out (`Lossy.feeds_back`)."""
+    """Whether a trainer keeps what the strategy's sums leave out (`Lossy.feeds_back`)."""
     lossy = strategy.having(Lossy)
     return lossy is not None and lossy.feeds_back
 
@@ -864,15 +864,15 @@ class InLayers(AbstractStrategy):
 
     @property
     def role(self) -> Role:
-        """As layers split them; they are read and their gradients reduced inside the layers."""
+        """The role of layers' own axes: layers split parameters, read them and reduce their gradients."""
         return Role(batch=self.batch, parameters="layers", reads="layers", reduces="layers")
 
     def spec(self, layout: Layout, axis: AxisNames, axis_size: int) -> Layout:
-        """As the layer wrote it (see `tensor_specs`)."""
+        """The layout as it is, with the splits that the layer wrote (see `tensor_specs`)."""
         return layout
 
     def gather(self, shard: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
-        """The layer's own part."""
+        """The layer's own part, typed as varying where gradients are summed over the axis."""
         return vary(shard, axis) if self.sums(layout, axis) else shard
 
     def sync(self, grad: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
@@ -882,7 +882,7 @@ class InLayers(AbstractStrategy):
     def gather_flows(
         self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
     ) -> tuple[Transfer, ...]:
-        """Nothing: the layers send, and say so themselves."""
+        """No transfers: the layers send, and say so themselves."""
         return ()
 
     def sync_flows(

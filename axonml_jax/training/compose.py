@@ -89,7 +89,7 @@ class StepTransform:
         return run
 
     def around_update(self, run: Update) -> Update:
-        """What updates. An extra that it changes is in the state that this returns, so that transforms outside see it."""
+        """Wraps the function that updates. It returns extras that it changes in the state, where outer transforms see them."""
         return run
 
 

@@ -137,7 +137,7 @@ class SyncStacked:
         self.placement, self._compiled = placement, _sync_program(placement, mesh)
 
     def __call__(self, grads: PyTree) -> PyTree:
-        """Synchronize.
+        """Synchronizes the gradients.
 
         Raises:
           ValueError: listing every leaf that is missing, unexpected, or not stacked by rank.

@@ -344,7 +344,7 @@ def refuse_written(
 
 
 def _handed_on(fun: Callable[[Any], Any], given: PyTree) -> list[int | None]:
-    """Of each result of a function which leaf that it is given it is; None: none."""
+    """For each result of a function the argument leaf that it is, unchanged; None where it is computed."""
     from axonml_jax.program.program import is_constant, read_program
     from axonml_jax.program.values import nested
 
@@ -394,7 +394,7 @@ def refuse_moved(model: Functional, before: PyTree, after: PyTree, again: Callab
 
 
 class Differentiated(NamedTuple):
-    """What an engine gives on one rank, before anything is divided.
+    """The result of an engine's differentiation on one rank, before anything is divided.
 
     Attributes:
       grads: gradients of the resting parameters, summed over ranks and microbatches, in the dtype in which they accumulate.
@@ -413,7 +413,7 @@ class Differentiated(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class GradientEngine(abc.ABC):
-    """How the loss of all microbatches of a step is differentiated, inside `shard_map`.
+    """An engine that differentiates the loss of all microbatches of a step, inside `shard_map`.
 
     Attributes:
       objective: the loss of one microbatch.
@@ -431,10 +431,10 @@ class GradientEngine(abc.ABC):
 
     @property
     def feedback(self) -> Feedback | None:
-        """Of the plan's sums, where there is something to begin with."""
+        """The lossy sums whose rounding error is fed back; None where there is no residual to start from."""
         precision = self.placement.plan.precision
         return None if self.left_out is None else Feedback.of(self.placement.strategies, precision)
 
     @abc.abstractmethod
     def differentiate(self, variables: Variables, key: jax.Array, batch: PyTree) -> Differentiated:
-        """Of resting variables, the step's randomness and this rank's rows."""
+        """Differentiates the loss of this rank's rows; takes resting variables and the step's randomness."""

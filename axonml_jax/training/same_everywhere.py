@@ -181,14 +181,14 @@ def _check_first(
 
 
 def checksums(named: Mapping[str, Any]) -> dict[str, str]:
-    """Checksums of arrays that this process has whole, by name; nothing where it runs alone, which has nothing to compare."""
+    """Checksums by name of arrays that this process has in full; none in a job of one process, which has nothing to compare."""
     if jax.process_count() == 1:
         return {}
     return {name: _checksum(x) for name, x in named.items() if _is_whole_here(x)}
 
 
 def still_own(given: Mapping[str, str], resting: Mapping[str, Any]) -> dict[str, str]:
-    """Of checksums of what each process has placed those that count after `sync_parameters`: of values not all the first's.
+    """The checksums of values that `sync_parameters` has not replaced: those not held by devices of the first process alone.
 
     Args:
       given: see `check_first_step`.
@@ -209,12 +209,12 @@ def still_own(given: Mapping[str, str], resting: Mapping[str, Any]) -> dict[str,
 
 
 def program_hash(step: TrainStep, state: TrainState, batch: PyTree) -> str:
-    """A digest of a training step as it is traced; nothing runs, and addresses of Python objects do not count."""
+    """A digest of a traced training step; nothing runs, and addresses of Python objects do not count."""
     return digest_of(program_text(step.trace(state, batch)))
 
 
 def program_text(traced: Any) -> str:
-    """A program as it is traced, in the same words in every process, and checksums of the arrays that it closes over."""
+    """A traced program as text that is the same in every process, with checksums of the arrays that it closes over."""
     jaxpr = traced.jaxpr
     held = [f"closed over: {_checksum(x) if _is_whole_here(x) else type(x).__name__}" for x in jaxpr.consts]
     return "\n".join([_in_same_words(str(jaxpr)), *held])
@@ -237,7 +237,7 @@ def _of_shapes(state: TrainState) -> dict[str, str]:
 
 
 def _of_values(state: TrainState) -> dict[str, str]:
-    """Numbers that are the same everywhere: the step, the seed, what an optimizer keeps of its constants.
+    """Small replicated numbers of a state by name: the step, the seed, constants that an optimizer keeps.
 
     Not buffers, which may be every rank's own.
     """
@@ -251,7 +251,7 @@ def _arrays(state: TrainState) -> dict[str, jax.Array]:
 
 
 def _arrays_of(batch: PyTree) -> tuple[dict[str, Any], tuple]:
-    """The arrays of a batch by name, and what all of their shapes and dtypes are."""
+    """The arrays of a batch by name, and a key of their names, dtypes and shapes."""
     arrays = {name: x for name, x in named_leaves(batch).items() if is_array(x)}
     return arrays, tuple((name, str(x.dtype), np.shape(x)) for name, x in arrays.items())
 
@@ -266,7 +266,7 @@ def _of_batch(batch: PyTree, *, values: bool = True) -> dict[str, str]:
 
 
 def _in_same_words(text: str) -> str:
-    """Without addresses, and with sets in order, which Python's hashes of strings shuffle in each process.
+    """Removes addresses from a text and sorts sets in it, which Python's hashes of strings shuffle in each process.
 
     >>> _in_same_words("axes=frozenset({'fsdp', 'data'}) fn=<f at 0x7f1b>")
     "axes=frozenset({'data', 'fsdp'}) fn=<f at >"

@@ -260,7 +260,7 @@ class _Stream:
     def _by_slices(
         self, piece: StreamedPiece, equations: list[Equation], env: Mapping[int, Any], at: Any
     ) -> dict[int, jax.Array]:
-        """In a loop whose carry is what the results take the place of: every slice is read before it is written."""
+        """Updates slice by slice in a loop that carries the arrays that results replace: each slice is read, then written."""
         targets = {i: self.replaced[i] for i in piece.results}
         like = {n: aval_of(self.program.outputs[i], self.program.avals) for i, n in targets.items()}
         carry = {n: vary_like(self.leaves[n], like[n]) for n in sorted(like)}
