@@ -1,4 +1,4 @@
-"""`Asked`: a loss and what it is asked of, traced at the whole batch's shape or at a rank's."""
+"""`Asked`: a user's loss with its model and batch, traced at the whole batch's shape or at a rank's."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -46,7 +46,7 @@ class Traced:
     draws: tuple[Drawn, ...] = ()
 
     def reads(self, fixed: int) -> bool:
-        """Whether a call of the model, or one of its variables, the first so many inputs, reaches the loss."""
+        """Whether a call of the model, or one of its variables, the first `fixed` inputs, reaches the loss."""
         program = self.program
         total = self.out_tree.unflatten(program.outputs)[0].total
         found = reached(program, [total])
@@ -56,7 +56,7 @@ class Traced:
 
 @dataclass(frozen=True)
 class Asked:
-    """A loss, and what it is asked of.
+    """A loss with its model, mode, variables, key and batch, and the groups of ranks that split the batch.
 
     Attributes:
       groups: the ranks among which the batch's rows are split.
@@ -86,7 +86,7 @@ class Asked:
 
     @property
     def signature(self) -> Any:
-        """Of what a trace of it depends on."""
+        """A key of all that a trace depends on: structure, shapes and dtypes, and the mode."""
         leaves, treedef = jax.tree.flatten((self.variables, self.key, self.batch))
         return treedef, tuple((_shape(x), _dtype(x)) for x in leaves), self.mode
 
@@ -140,7 +140,7 @@ class Asked:
         return jax.tree.map(shape, self.variables), shape(self.key), treedef.unflatten(batch)
 
     def in_halves(self) -> "Asked | None":
-        """The same batch in two parts, where ranks have one row each, whose programs are others; None: they have several."""
+        """The same batch split in two, where ranks of more than two have one row each, which traces otherwise; else None."""
         if len(self.groups) > 1 or any(group.ranks % 2 or group.ranks == 2 for group in self.groups):
             return None
         halves = tuple(group._replace(ranks=2) for group in self.groups)
@@ -158,7 +158,7 @@ class Asked:
         return replace(self, groups=halves, batch=treedef.unflatten(batch))
 
     def typed(self, x: Any, like: Any) -> Any:
-        """An array of a trace, typed as varying over the axes that are not the batch's where another is."""
+        """Types an array of a trace as varying over those axes of `like` that are not the batch's."""
         return vary(x, tuple(varying_axes(like) - set(self.typed_axes))) if isinstance(like, jax.Array) else x
 
     def _seen(self, parts: Sequence[int]) -> AbstractContextManager:
@@ -166,7 +166,7 @@ class Asked:
         return self.seeing_whole() if whole else nullcontext()
 
     def traced(self, parts: Sequence[int]) -> Traced:
-        """The loss traced with a stand-in for the model, at a rank's part for some groups and whole for the others.
+        """Traces the loss with a stand-in for the model, at a rank's part for some groups and whole for the others.
 
         Nothing is typed as varying over the batch's axes in it: a loop that starts from plain zeros may carry rows. What layers
         split is typed as varying over their axes, which losses of parts ask for.
@@ -194,7 +194,7 @@ class Asked:
         )
 
     def called(self, call: Call, shapes: Sequence[Sequence[int]], parts: Sequence[int]) -> Call:
-        """A call of the model traced on operands of other shapes."""
+        """Traces a call of the model on operands of other shapes."""
 
         def fun(variables: Variables, key: jax.Array, arrays: list) -> list[jax.Array]:
             variables, key, arrays = vary((variables, key, arrays), self.typed_axes)
@@ -208,7 +208,7 @@ class Asked:
         return replace(call, given=tuple(given), made=tuple(traced.made), draws=drawn)
 
     def inlined(self, parts: Sequence[int]) -> Traced:
-        """The loss traced with the model's own code in it, and the model's state after it."""
+        """Traces the loss with the model's own code in it, and the model's state after it."""
 
         seen: dict[str, Any] = {}
 
@@ -225,7 +225,7 @@ class Asked:
 
 
 class _CallsAlone(Following):
-    """Follows a loss of the whole batch, and traces each call of the model at one group's part of what it is called with."""
+    """Follows a loss of the whole batch, and traces each call of the model at one group's part of its operands."""
 
     def __init__(self, asked: Asked, whole: Traced, number: int):
         super().__init__((asked.groups[number],))
@@ -235,7 +235,7 @@ class _CallsAlone(Following):
         self.noted = []
 
     def equation(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
-        """A call's results are placed as its shapes say."""
+        """The places of an equation's results; those of a call of the model are told from its shapes at both sizes."""
         if equation.name != MODEL_CALL:
             return super().equation(equation, given)
         call, (group,) = self.whole.noted[equation.op.options["number"]], self.groups
@@ -267,12 +267,12 @@ def calls_alone(asked: Asked, whole: Traced, number: int) -> list[Call] | None:
 
 
 def _parsed(returned: Any) -> tuple[Loss, bool]:
-    """What a loss returned, and whether that is `WeightedMean`s alone."""
+    """The `Loss` that a user's loss returned, and whether it is of `WeightedMean`s alone."""
     return jax.tree.map(jnp.asarray, parse_loss(returned)), is_weighted(returned)
 
 
 def _shape(x: Any) -> tuple[int, ...]:
-    """Of an array, a number or a shape."""
+    """The shape of an array or a shape; () of a number."""
     return tuple(x.shape) if is_array(x) else ()
 
 

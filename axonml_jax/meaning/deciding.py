@@ -1,4 +1,4 @@
-"""How a loss is run, of shapes alone: on a rank's rows, by its program of the whole batch, or with the model's code in it."""
+"""The choice of how to run a loss, from shapes alone: on a rank's rows, by its program, or with the model's code in it."""
 
 # What a rule says of places holds types apart, which the checker does not see.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false, reportCallIssue=false
@@ -42,7 +42,7 @@ UNPLACED = "calls the model in a way whose shapes do not tell how its results ar
 
 
 def unknown(why: str) -> ValueError:
-    """Says that the model's own code would have to be in the loss's program, where that is not possible.
+    """The error for a loss whose program would have to hold the model's own code where that is not possible.
 
     Args:
       why: as words behind "the loss".
@@ -56,7 +56,7 @@ def unknown(why: str) -> ValueError:
 
 @dataclass(frozen=True, eq=False)
 class Decided:
-    """How a loss is run, of shapes.
+    """The program of a loss that is run by it, and how its values are made in microbatches.
 
     Attributes:
       whole: it traced at the whole batch's shapes.
@@ -76,7 +76,7 @@ class Decided:
 
     @property
     def outputs(self) -> tuple[Atom, ...]:
-        """Of the program, those that a microbatch adds to, then the late sums."""
+        """The program's outputs that a microbatch adds to, then the late sums."""
         return (*(atom for atom in self.whole.program.outputs if not self.is_after(atom)), *self.division.late)
 
     def is_after(self, atom: Atom) -> bool:
@@ -85,7 +85,7 @@ class Decided:
 
 
 def decided(asked: Asked, *, in_layers: bool, trains: bool, inlines: bool) -> Decided | str:
-    """How a loss is run: a `Decided`, `ROWS`, or with the model's own code in it: then why.
+    """Decides how a loss is run: by a `Decided`, on `ROWS`, or with the model's own code in it, and then why.
 
     Args:
       asked: the loss.
@@ -152,7 +152,7 @@ def _mixes(asked: Asked, local: Traced, inlines: bool) -> bool:
 
 
 def _makes_numbers(asked: Asked, whole: Traced, local: Traced) -> bool:
-    """Whether the model itself returns what is known to be no mean of the ranks' numbers."""
+    """Whether the model itself returns a number that is known to be no mean of the ranks' numbers."""
     pairs = lambda part: (
         (a, b) for a, b in zip(whole.noted, part.noted, strict=False) if a.alike(b) and a.returns_numbers(b)
     )
@@ -169,7 +169,7 @@ def _makes_numbers(asked: Asked, whole: Traced, local: Traced) -> bool:
 
 
 def _inlined_decision(asked: Asked, in_layers: bool, why: str) -> str:
-    """Of a loss that differentiates or maps the model: whether it is a plain mean all the same."""
+    """Decides for a loss that differentiates or maps the model: `ROWS` where it is a plain mean, else `why`."""
     try:
         local, whole = asked.inlined(asked.everywhere), asked.inlined(())
     except Exception:
@@ -191,7 +191,7 @@ def _has_positions(asked: Asked) -> bool:
 
 
 def in_microbatches(asked: Asked, decided: Decided, *, two_sweeps: bool) -> Decided:
-    """A loss by its program, with when its values can be made; `two_sweeps`: all microbatches may be gone over twice.
+    """Decides when the values of a loss's program can be made in microbatches; `two_sweeps` allows to go over them twice.
 
     Raises:
       ValueError: naming the operation and the line that need what the model makes of other microbatches.
@@ -217,7 +217,7 @@ def in_microbatches(asked: Asked, decided: Decided, *, two_sweeps: bool) -> Deci
 def _swept_twice(
     decided: Decided, places: Sequence[Places], dependent: Sequence[bool], groups: Sequence[Group], calls: RealCalls
 ) -> Decided:
-    """With two sweeps, where what the model is called with does not need all rows."""
+    """Decides for two sweeps, where the model's operands do not need all rows."""
     if any(calls_model(each) and each.name != MODEL_CALL for each in decided.whole.program.equations):
         raise ValueError(
             "the loss calls the model inside of a loop, a branch or a checkpoint, whose results two sweeps do not keep: "
@@ -239,7 +239,7 @@ def _swept_twice(
 
 
 def finishing(decided: Decided) -> Decided:
-    """With the one number that the loss is a function of, where it is made after all microbatches.
+    """Finds the one number that the loss is a function of, where it is made after all microbatches.
 
     Raises:
       Mixing: where there are several, or weights, counts or the model's state are made so late.
@@ -278,7 +278,7 @@ def _noted(asked: Asked, whole: Traced, number: int) -> list[Call] | None:
 
 
 def _refuse_same_draws(whole: Traced, local: Traced) -> None:
-    """Refuse a model that draws for its rows by a key that it is given, or that it makes.
+    """Refuse a model that draws for its rows by a key that is the same on all ranks.
 
     Raises:
       ValueError: naming every such draw.
@@ -301,7 +301,7 @@ def _refuse_same_draws(whole: Traced, local: Traced) -> None:
 
 
 def _drawn(call: Call) -> list[tuple[str, tuple[int, ...], bool]]:
-    """What a call draws: the operation, the shape, and whether it is by the model's own keys."""
+    """The draws in a call of the model: the operation, the shape, and whether it is by the model's own keys."""
     found: list[tuple[str, tuple[int, ...], bool]] = []
     program = read_program(call.traced, all_but_named)
     key = len(program.inputs) - len(call.given) - 1
@@ -322,7 +322,7 @@ def _drawn(call: Call) -> list[tuple[str, tuple[int, ...], bool]]:
 
 
 def refuse_draws(asked: Asked, found: Decided | str) -> None:
-    """Refuse a loss that draws something that is not known to be its rows of the whole draw.
+    """Refuse a loss whose draws, under keys of rows, are not known to be its rows of the whole batch's draw.
 
     Args:
       asked: what is asked; with a key of rows, else nothing is refused.
@@ -384,7 +384,7 @@ def _seems_rows(each: Drawn, rows: int) -> bool:
 
 
 def _whole_problem(each: Drawn, rows: int) -> str | None:
-    """Of a draw of the whole batch's shape, of which a rank takes its part."""
+    """The problem of a draw that the loss makes at the whole batch's shape, of which a rank takes its part."""
     if each.name in KNOWN and not _seems_rows(each, rows):
         return None
     where = f"{each.name} of shape {each.shape} ({each.line or 'no line known'})"

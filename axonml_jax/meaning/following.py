@@ -1,4 +1,4 @@
-"""The places of all values of a program, from those of its inputs: without arrays or tracing, before anything is run."""
+"""Follows the places of all values of a program from those of its inputs, before anything is run or traced."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,11 +10,11 @@ from axonml_jax.program.program import Equation, Program, is_constant, rule_of
 
 
 class TalksItself(Exception):
-    """The loss has collectives over the batch's axes of its own: it was written for one rank's part."""
+    """Raised where a loss has collectives of its own over the batch's axes: it was written for one rank's part."""
 
 
 class Following:
-    """What is known of places.
+    """Infers the places of a program's values from those of its inputs.
 
     Attributes:
       groups: the groups of ranks.
@@ -30,7 +30,7 @@ class Following:
         return (None,) * len(self.groups)
 
     def steps(self, op: Operation, given: Sequence[Places]) -> list[Step]:
-        """What each group does for an operation without a body."""
+        """The step of each group for an operation without a body."""
         return step_of(op, given, self.groups)
 
     def program(self, program: Program, given: Sequence[Places]) -> list[Places]:
@@ -63,7 +63,7 @@ class Following:
         return [tuple(each) for each in zip(*(step.made for step in steps), strict=True)]
 
     def call(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
-        """Of a call: inside of it for a plain one; sums are completed before one with derivatives of its own."""
+        """The places of a call's results; sums are completed before a call with derivatives of its own."""
         inner = equation.called if equation.called is not None else equation.body
         assert inner is not None
         if equation.name.startswith("custom_"):
@@ -71,18 +71,18 @@ class Following:
         return self.program(inner, given)
 
     def settled(self, places: Places) -> Places:
-        """With every sum completed."""
+        """The places with every sum completed."""
         return tuple(None if place == SUM else place for place in places)
 
     def branches(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
-        """What the results of all branches can be held as."""
+        """The places of a conditional's results: those in which all branches can give them."""
         first, *others = [self.program(branch, given) for branch in equation.branches]
         for other in others:
             first = [tuple(map(either, a, b)) for a, b in zip(first, other, strict=True)]
         return first
 
     def scan(self, equation: Equation, given: Sequence[Places]) -> tuple[list[Places], list[Places]]:
-        """Of a scan's carry, and of what it stacks."""
+        """The places of a scan's carry, and of what it stacks."""
         scan, body = equation.op.scan, equation.body
         assert scan is not None and body is not None
         consts = [self.settled(each) for each in given[: scan.num_consts]]
@@ -95,13 +95,13 @@ class Following:
         return carry, [tuple(map(_stacked, each)) for each in trip(carry)[scan.num_carry :]]
 
     def sliced(self, places: Places) -> Places:
-        """Of the slices of what a scan goes over; over a split dim itself it goes whole."""
+        """The places of the slices of what a scan goes over, which is gathered if the dim that it goes over is split."""
         return tuple(
             place._replace(dim=place.dim - 1) if isinstance(place, Split) and place.dim else None for place in places
         )
 
     def loop(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
-        """Of a while loop's carry, which is never a sum: its condition reads it."""
+        """The places of a while loop's carry, which is never a sum, as the loop's condition reads it."""
         loop, body = equation.op.loop, equation.body
         assert loop is not None and body is not None
         given = [self.settled(each) for each in given]
@@ -111,7 +111,7 @@ class Following:
         return self._carried(carry, trip, len(carry))
 
     def _carried(self, carry: list[Places], trip: Callable[[list[Places]], list[Places]], count: int) -> list[Places]:
-        """What a carry can be held as in every trip; where trips disagree, whole."""
+        """The places of a carry that hold in every trip; where trips disagree, whole."""
         pinned: set[tuple[int, int]] = set()
         while True:
             made, before = trip(carry)[:count], carry
@@ -128,7 +128,7 @@ class Following:
 
 
 class Watching(Following):
-    """Notes whether anything must be sent between ranks for what was followed.
+    """Follows places, and notes whether anything must be sent between ranks.
 
     Attributes:
       watched: among which groups' ranks, the first so many; None: of all groups.
@@ -139,23 +139,23 @@ class Watching(Following):
     moved = False
 
     def moves(self, old: Places, new: Places) -> bool:
-        """Whether something is sent for a value to be held in other places."""
+        """Whether something is sent for a value to change its places."""
         return moves(old[: self.watched], new[: self.watched])
 
     def steps(self, op: Operation, given: Sequence[Places]) -> list[Step]:
-        """As ever."""
+        """The step of each group for an operation; notes whether one sends."""
         steps = super().steps(op, given)
         wanted = list(zip(*(step.wanted for step in steps), strict=True)) if given else []
         self.moved |= any(step.act for step in steps[: self.watched]) or any(map(self.moves, given, wanted))
         return steps
 
     def settled(self, places: Places) -> Places:
-        """A sum that is completed is sent."""
+        """The places with every sum completed, which sends."""
         self.moved |= SUM in places[: self.watched]
         return super().settled(places)
 
     def scan(self, equation: Equation, given: Sequence[Places]) -> tuple[list[Places], list[Places]]:
-        """What is scanned over along a split dim is gathered."""
+        """The places of a scan's carry and stacks; to go over a split dim sends."""
         scan = equation.op.scan
         assert scan is not None
         for places in given[scan.first_scanned :]:
@@ -165,12 +165,12 @@ class Watching(Following):
 
 
 def moves(old: Places, new: Places) -> bool:
-    """Whether something is sent for a value to be held in other places; what is whole everywhere is there."""
+    """Whether something is sent for a value to change its places; a value that is whole everywhere is there."""
     return any(a != b and (a == SUM or isinstance(a, Split)) for a, b in zip(old, new, strict=True))
 
 
 def either(a: Place, b: Place) -> Place:
-    """How a value can be held that is one or the other."""
+    """A place in which values of both places can be held, as the results of branches must be."""
     if a is None or b is None:
         return a if b is None else b
     return a if a == b else None

@@ -1,4 +1,4 @@
-"""A program of the whole batch run on one rank's part, inside `shard_map`: its equations, and the programs inside of them."""
+"""Runs a program of the whole batch on one rank's part, inside `shard_map`, with its calls, loops and branches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -41,7 +41,7 @@ class Interpreter:
     def run(
         self, program: Program, given: Sequence[Value], known: Mapping[int, Value] | None = None, wanted: Any = None
     ) -> list[Value]:
-        """The results of a program.
+        """Runs a program, and returns its results.
 
         Args:
           program: the program.
@@ -154,12 +154,12 @@ class Interpreter:
 
 
 def _spread(places: Places, shape: Sequence[int]) -> Places:
-    """The places of an operand of an elementwise operation, which may be spread over dims that it has not."""
+    """The places of an operand of an elementwise operation, whose dims of size 1 are broadcast."""
     return tuple(place if isinstance(place, Split) and shape and shape[place.dim] > 1 else None for place in places)
 
 
 def localised(op: Operation, ranks: Ranks, wanted: Sequence[Places], made: Sequence[Places]) -> dict[str, Any]:
-    """The options of an operation that say shapes, of this rank's part."""
+    """The options of an operation that hold shapes, for this rank's part."""
     if op.name == "broadcast_in_dim":
         return {"shape": ranks.local(op.made[0].shape, made[0])}
     if op.name == "reshape":
@@ -185,7 +185,7 @@ Body = Callable[[Any, Equation, Sequence[Value]], list[Value]]
 
 
 def kind_of(equation: Equation) -> str | None:
-    """Which of `BODIES` runs an equation; None: it has no body, or one that is run as it is, on whole values."""
+    """The kind of `BODIES` that runs an equation; None: it has no body, or one that is run as it is, on whole values."""
     op = equation.op
     if op.name in BODIES:
         return op.name
@@ -201,7 +201,7 @@ def kind_of(equation: Equation) -> str | None:
 
 
 def at_places(run: Interpreter, program: Program, given: Sequence[Places], made: Sequence[Places] | None) -> Callable:
-    """A program as a function of what this rank holds of its inputs.
+    """Wraps a program as a function of this rank's parts of its inputs.
 
     Args:
       run: the interpreter.
@@ -230,7 +230,7 @@ def _called(run: Interpreter, equation: Equation, given: Sequence[Value]) -> lis
 
 
 def _named(run: Interpreter, equation: Equation, given: Sequence[Value]) -> list[Value]:
-    """A named call, made again on this rank's part, or on whole values where more than rows go through it.
+    """Runs a named call again on this rank's part, or on whole values where it mixes rows.
 
     Its last two operands have the same rows: where one is split along them and the other is whole, both are split.
     """
@@ -248,7 +248,7 @@ def _named(run: Interpreter, equation: Equation, given: Sequence[Value]) -> list
 
 
 def _settled(run: Interpreter, given: Sequence[Value]) -> tuple[list[Places], list[jax.Array]]:
-    """Values with their sums completed, and what this rank holds of them: what goes into a body is made before it."""
+    """Completes the sums of values, and returns their places and this rank's parts, before a body reads them."""
     places = [run.following.settled(value.places) for value in given]
     return places, [run.ranks.settled(value, at) for value, at in zip(given, places, strict=True)]
 
@@ -336,28 +336,28 @@ def _while(run: Interpreter, equation: Equation, given: Sequence[Value]) -> list
 
 
 def floats_of(avals: Sequence[Any]) -> list[int]:
-    """The positions of those that have derivatives."""
+    """The positions of the values that have derivatives."""
     return [k for k, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
 
 
 def shapes_of(avals: Sequence[Any], *, typed: bool = False) -> list[jax.ShapeDtypeStruct]:
-    """The shapes of abstract values; `typed` says how they lie on the mesh that they were traced under, too."""
+    """The shapes of abstract values; `typed` keeps their shardings on the mesh of the trace."""
     lies = lambda aval: aval.sharding if typed and not aval.sharding.mesh.empty else None
     return [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=lies(aval)) for aval in avals]
 
 
 def _typed(given: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
-    """Arrays typed as varying where the values were that they stand for."""
+    """Types arrays as varying like the values that they stand for."""
     return [vary_like(x, aval) for x, aval in zip(given, avals, strict=True)]
 
 
 def no_tangent(aval: Any) -> np.ndarray:
-    """What stands for the tangent of a value that has none."""
+    """The zero tangent, of dtype float0, of a value that has no derivative."""
     return np.zeros(aval.shape, jax.dtypes.float0)
 
 
 def forward_derivative(op: Any, *, typed: bool = False) -> Program:
-    """The program of a call's results and their tangents, of its operands and the tangents of the floating ones.
+    """The program of a call's results and tangents, from its operands and the tangents of the floating ones.
 
     `typed`: of operands that lie as they did where it was traced.
     """
@@ -376,7 +376,7 @@ def forward_derivative(op: Any, *, typed: bool = False) -> Program:
 
 
 def backward_derivative(op: Any) -> Program:
-    """The program of the cotangents of a call's floating operands, of its operands and its results' cotangents."""
+    """The program of the cotangents of a call's floating operands, from its operands and its results' cotangents."""
     floats, avals = floats_of(op.given), op.given
 
     def pulled(*given: Any) -> Any:
@@ -395,7 +395,7 @@ def backward_derivative(op: Any) -> Program:
 
 
 def _custom_jvp(run: Interpreter, equation: Equation, given: Sequence[Value]) -> list[Value]:
-    """Rebuilt, as the function and its derivative are both programs of the whole batch; inlined, the user's rule would go."""
+    """Rebuilds a function with its own JVP from programs of the whole batch; inlined, the user's rule would be lost."""
     op, inner = equation.op, equation.called
     assert inner is not None
     places, arrays = _settled(run, given)
@@ -417,12 +417,12 @@ def _custom_jvp(run: Interpreter, equation: Equation, given: Sequence[Value]) ->
 
 
 def of_cotangent(places: Places) -> Places:
-    """Of a split value it is split alike, of a whole one a sum of the ranks', of a sum the same on every rank."""
+    """The places of a cotangent: split like the value; a sum for a value that is whole; whole for a sum."""
     return tuple(SUM if place is None else None if place == SUM else place for place in places)
 
 
 def _custom_vjp(run: Interpreter, equation: Equation, given: Sequence[Value]) -> list[Value]:
-    """Rebuilt alike."""
+    """Rebuilds a function with its own VJP from programs of the whole batch."""
     op, inner = equation.op, equation.called
     assert inner is not None
     places, arrays = _settled(run, given)
@@ -457,4 +457,4 @@ BODIES: Mapping[str, Body] = {
     "custom_vjp_call": _custom_vjp,
     "model_call": _model_call,
 }
-"""By what `kind_of` names."""
+"""The runner of each kind of equation (`kind_of`)."""

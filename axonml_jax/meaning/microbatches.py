@@ -1,4 +1,4 @@
-"""What a loss means on the whole batch where a rank takes its rows in microbatches, one after the other.
+"""A loss of the whole batch where a rank takes its rows in microbatches, one after the other.
 
 A microbatch is to the program as a rank is: it has a part of the rows. But nothing can be exchanged between microbatches while
 one is at work. So what depends on the batch alone (masks, counts, advantages) is made whole from all rows first, and what
@@ -43,7 +43,7 @@ class Microbatch:
 
 
 class MicroRanks(Ranks):
-    """Ranks of which each is a microbatch on a rank: of rows nothing is sent.
+    """Treats each microbatch of each rank as a rank; rows are not sent between microbatches.
 
     Args:
       groups: the ranks times the microbatches of each; then, where positions are split, the ranks among which they are.
@@ -57,11 +57,11 @@ class MicroRanks(Ranks):
         self.count, self.number = count, number
 
     def index(self, group: Group) -> jax.Array:
-        """The number of this microbatch of this rank, or of this rank's positions."""
+        """The number of this rank's microbatch among all ranks', or of this rank among those that split positions."""
         return super().index(group) if group.positions else super().index(group) * self.count + self.number
 
     def check_talk(self, groups: Sequence[Group]) -> None:
-        """Of positions only: what `divided` does not see is a loop's condition, and a gradient that a function says itself.
+        """Refuse to send rows; positions may be sent. `divided` does not see a loop's condition, nor gradients of custom rules.
 
         Raises:
           ValueError: naming the operation and the line.
@@ -76,12 +76,12 @@ class MicroRanks(Ranks):
 
 
 class Mixing(Exception):
-    """What depends on the model is needed whole, or of other rows: the operation, and the user's line."""
+    """Raised where a value of the model is needed whole, or of other rows: the operation, and the user's line."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """A program divided by when its values can be made.
+    """The values of a program by when they can be made: before, in, or after the microbatches.
 
     Attributes:
       early: numbers of those that are made of the batch alone, whole, before all microbatches.
@@ -103,7 +103,7 @@ def divided(
     *,
     only_calls: bool = False,
 ) -> Division:
-    """Divide a program.
+    """Divides the values of a program by when they can be made.
 
     Args:
       program: the loss traced at the whole batch's shape.
@@ -140,7 +140,7 @@ class _Divider(Watching):
         self.after: set[int] = set()
 
     def take(self, equation: Equation) -> None:
-        """Follow one equation of the program itself."""
+        """Follows one equation of the program itself."""
         read = [None if is_constant(atom) else atom for atom in equation.inputs]
         if self.after.intersection(read):
             return self._later(equation, read)
@@ -164,7 +164,7 @@ class _Divider(Watching):
         self.env.update(dict.fromkeys(numbers, self.none))
 
     def _later(self, equation: Equation, read: Sequence[int | None]) -> None:
-        """Of completed sums alone, and of what is known of the batch: after all microbatches."""
+        """Puts an equation after all microbatches, if it reads completed sums and values of the batch alone."""
         own = [number for number in read if number is not None and number not in self.after]
         model = [number for number in own if number in self.dependent]
         if calls_model(equation) or any(self.env[number][0] != SUM for number in model):
@@ -183,7 +183,7 @@ class _Divider(Watching):
         return self.equation(equation, given), self.moved
 
     def _movable(self, equation: Equation, read: Sequence[int | None]) -> list[int]:
-        """Operands that depend on the batch alone, and are not the same everywhere."""
+        """The operands that depend on the batch alone, and are not whole everywhere."""
         alone = [number for number in read if number is not None and number not in self.dependent]
         found = [number for number in dict.fromkeys(alone) if self.env[number][0] is not None]
         sums = [number for number in found if self.env[number][0] == SUM]

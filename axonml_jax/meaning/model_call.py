@@ -1,4 +1,4 @@
-"""The model as a boundary: a stand-in for it while a loss is traced, and its calls made on one rank's operands.
+"""The boundary of the model in a traced loss: a stand-in that notes its calls, which are made later on a rank's operands.
 
 What a model does inside exists at a rank's shapes only: collectives, kernels, experts' capacities. So a call of the model, of
 one of its methods or modules, is one equation of the loss's program, of which shapes alone are known; it is made when that
@@ -35,7 +35,7 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call that was noted.
+    """A call of the model, of a module or a method of it, as it was noted in a trace.
 
     Attributes:
       path: of the module in the model; () is the model.
@@ -65,25 +65,25 @@ class Call:
     traced: Any = None
 
     def alike(self, other: "Call") -> bool:
-        """Whether another is the same call, perhaps at other shapes."""
+        """Whether another call is the same, perhaps at other shapes."""
         count = lambda call: (len(call.given), len(call.made))
         same = (self.path, self.method, self.treedef) == (other.path, other.method, other.treedef)
         same = same and self.changed == other.changed and len(self.set) == len(other.set)
         return same and count(self) == count(other) and all(map(Attribute.same, self.set, other.set))
 
     def returns_numbers(self, other: "Call") -> bool:
-        """Whether it returns an array that has the same shape at other rows."""
+        """Whether it returns an array whose shape does not change with the rows."""
         returned = self.out_rest.count(None)
         return any(a.shape == b.shape for a, b in zip(self.made[:returned], other.made[:returned], strict=True))
 
     def followed(self, given: Sequence[Places], groups: Sequence[Group]) -> list[Places]:
-        """The places of its results as the model's own operations make them of its operands."""
+        """The places of its results, followed through the model's own operations."""
         program, following = read_program(self.traced, all_but_named), Following(groups)
         fixed = [following.none] * (len(program.inputs) - len(given))
         return following.program(program, [*fixed, *given])
 
     def run(self, bound: Any, arrays: Sequence[Any]) -> list[Any]:
-        """The results of the call of a bound model, on other arrays."""
+        """Makes the call on a bound model, with other arrays."""
         with having(bound, self.set):
             out = _invoke(bound, self.path, self.method, self.treedef, self.rest, arrays)
         after = variables_of(bound) if self.changed else {}
@@ -92,7 +92,7 @@ class Call:
 
 @dataclass(eq=False)
 class Calls:
-    """The calls of one trace.
+    """Notes the calls of the model in one trace, in the place of making them.
 
     Attributes:
       model, mode: as the model is bound.
@@ -114,7 +114,7 @@ class Calls:
 
     @contextmanager
     def stand_in(self) -> Iterator[Any]:
-        """The model as the loss gets it: its variables can be read, and calls are noted."""
+        """Context with the model as the loss gets it: its variables can be read, and its calls are noted."""
         bound = self.model.bind(self.variables, self.key, self.mode)
         if isinstance(bound, BoundLinen):
             self._there = variables_of(bound)
@@ -136,14 +136,14 @@ class Calls:
                 del _STANDING[each]
 
     def changed_by_loss(self, bound: Any) -> dict[Path, Any]:
-        """The variables that the loss has changed itself, besides its calls of the model."""
+        """The variables that the loss has changed itself, outside of its calls of the model."""
         return self._changed(variables_of(bound))
 
     def _changed(self, values: Mapping[Path, Any]) -> dict[Path, Any]:
         return {path: x for path, x in values.items() if self._differs(path, x)}
 
     def _set_by_loss(self) -> tuple[Attribute, ...]:
-        """The attributes of modules that are others than at the start, or that an earlier call has set.
+        """The attributes of modules that differ from those at the start, or that an earlier call has set.
 
         Raises:
           Transformed: where they are more than settings, or where a call has set what only the real model knows.
@@ -154,7 +154,7 @@ class Calls:
         return found.settings
 
     def _set_by_call(self, bound: Any, found: Changed) -> None:
-        """Let the stand-in have what a call has set: settings; the rest nobody may read of it."""
+        """Gives the stand-in the settings that a call has set; other attributes that it set may not be read."""
         for each in found.settings:
             vars(module_at(bound, each.path))[each.name] = each.value
             self._touched.add((each.path, each.name))
@@ -169,7 +169,7 @@ class Calls:
         )
 
     def note(self, bound: Any, path: Path, method: str, args: tuple, kwargs: dict) -> Any:
-        """Stand in for a call."""
+        """Notes a call, and returns stand-ins for its results."""
         there = variables_of(bound)
         if self._changed(there):
             raise Transformed("changes the model's variables before it calls the model")
@@ -211,7 +211,7 @@ class Calls:
         return out
 
     def _answered(self, bound: Any, call: Call, arrays: list[jax.Array], new: Mapping[Path, Any]) -> Any:
-        """What the last call returns to the loss, whose changes of variables the stand-in has then."""
+        """The stand-ins for a call's results; variables that it changes are changed in the stand-in too."""
         plain = model_call(len(self.noted) - 1, arrays, call.made)
         own = [tuple(varying_axes(aval) - set(self.axes)) for aval in call.made]
         results = iter([vary(x, axes) for x, axes in zip(plain, own, strict=True)])
@@ -220,7 +220,7 @@ class Calls:
         return out
 
     def unknown(self, module: Any, name: str) -> bool:
-        """Whether a call has set this attribute to what only the real model knows."""
+        """Whether a call has set this attribute to a value that only the real model has."""
         return (id(module), name) in self._unknown
 
 
@@ -245,7 +245,7 @@ def _invoke(bound: Any, path: Path, method: str, treedef: Any, rest: Sequence[An
 
 
 class Hidden:
-    """Stands for such an object while a loss is traced, which may leave it alone; to read arrays of it is refused.
+    """Stands for an object with hidden arrays while a loss is traced; reading arrays of it is refused.
 
     Args:
       given: the object, as whose kind it goes.
@@ -267,7 +267,7 @@ class Hidden:
 
 
 def _without_arrays(out: Any, given: Sequence[Any], path: Path, method: str) -> tuple[Any, ...]:
-    """The leaves of what a call returned, None in the place of arrays."""
+    """The leaves of a call's result, with None in the place of arrays."""
     leaves, hidden = jax.tree.leaves(out), hidden_arrays(out, given)
     hides = lambda x: Hidden(x, hidden_words(hidden, path, method))
     return tuple(None if is_array(x) else hides(x) if n in hidden else x for n, x in enumerate(leaves))
@@ -294,7 +294,7 @@ def _values(nodes: Iterable[tuple[Path, Any]]) -> dict[Path, Any]:
 
 
 def put_variables(bound: Any, values: Mapping[Path, Any]) -> None:
-    """Change variables of a bound model."""
+    """Sets variables of a bound model."""
     if not values:
         return
     if isinstance(bound, BoundLinen):
@@ -316,7 +316,7 @@ def _linen_stand_in(calls: Calls) -> type:
 
 
 _STANDING: dict[int, tuple[Calls, Any, Path]] = {}
-"""The modules that stand in for others now, by identity: whose calls are noted where, and under which path."""
+"""The modules that stand in for others now, by identity: with the `Calls` that note theirs, the model and the path."""
 
 
 @functools.cache
@@ -363,11 +363,11 @@ def _nnx_stand_in(cls: type) -> type:
 
 
 class Unclear(Exception):
-    """It cannot be told how ranks hold what a call of the model returns."""
+    """Raised where it cannot be told how ranks hold the results of a call of the model."""
 
 
 def place_of(whole: Sequence[int], own: Sequence[int], group: Group) -> Split | None:
-    """How a group holds what has one shape on the whole batch and another on a rank; None: the shapes are the same.
+    """The place of a value in a group, from its shapes on the whole batch and on a rank; None: they are the same.
 
     Raises:
       Unclear: where that is not one dim, split evenly.
@@ -383,7 +383,7 @@ def place_of(whole: Sequence[int], own: Sequence[int], group: Group) -> Split | 
 
 
 def places_of(whole: Sequence[int], own: Sequence[int], groups: Sequence[Group]) -> list[Split | None]:
-    """How groups hold what has one shape on the whole batch and another on a rank of all of them.
+    """The places of a value in several groups, from its shapes on the whole batch and on a rank of all of them.
 
     Raises:
       Unclear: where several groups may have split a dim.
@@ -403,7 +403,7 @@ def places_of(whole: Sequence[int], own: Sequence[int], groups: Sequence[Group])
 
 
 class RealCalls:
-    """Makes the calls, in order, on a model that is really bound.
+    """Makes the noted calls, in order, on a bound model.
 
     Attributes:
       bound: it.
@@ -420,7 +420,7 @@ class RealCalls:
         self.local = [each for each in local if each is not None] if known else None
 
     def __call__(self, run: Any, equation: Equation, given: Sequence[Value]) -> list[Value]:
-        """The results of a call, on what this rank holds of its operands."""
+        """Makes a call on this rank's part of its operands."""
         number = equation.op.options["number"]
         call, wanted = self.whole[number], self.wanted(number, [value.places for value in given])
         arrays = [run.ranks.settled(value, places) for value, places in zip(given, wanted, strict=True)]
@@ -434,7 +434,7 @@ class RealCalls:
         return [self._held(x, aval, at, run.ranks) for x, aval, at in held]
 
     def made(self, number: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """The results of a call on what this rank holds of its operands."""
+        """The arrays that a call returns on this rank."""
         return self.whole[number].run(self.bound, arrays)
 
     def places(self, number: int) -> list[Places]:
@@ -455,7 +455,7 @@ class RealCalls:
     def _of_results(
         self, call: Call, given: Sequence[Places], shapes: Sequence[Sequence[Split | None]]
     ) -> list[Places]:
-        """The places of a call's results, of which shapes tell which dims are split."""
+        """The places of a call's results, from the dims that shapes show as split."""
         found: list[list[Place]] = [list(places) for places in shapes]
         for k, group in enumerate(self.groups):
             split = [(aval, at[k]) for aval, at in zip(call.given, given, strict=True) if isinstance(at[k], Split)]
@@ -468,7 +468,7 @@ class RealCalls:
         return [tuple(x if place is None else place for place in at) for x, at in zip(none, found, strict=True)]
 
     def wanted(self, number: int, given: Sequence[Places]) -> list[Places]:
-        """The places of a call's operands: those that the trace at a rank's shapes shows.
+        """The places in which a call takes its operands: those that the trace at a rank's shapes shows.
 
         Raises:
           Unclear: where there is none, and an operand that is whole may have rows all the same.
@@ -492,7 +492,7 @@ class RealCalls:
         return [tuple(None if place == SUM else place for place in places) for places in given]
 
     def _held(self, x: Any, aval: Any, places: Places, ranks: Ranks) -> Value:
-        """A result: split along the dims that are shorter here; without one a mean over ranks, which integers have not."""
+        """A result as a `Value`: split along dims that are shorter here; without one a mean over ranks, if it is floating."""
         parts = math.prod(group.ranks for group, place in zip(self.groups, places, strict=True) if place == SUM)
         if parts > 1 or SUM in places:
             return Value(aval.shape, aval.dtype, places, lambda _: ranks.vary(x / parts))
@@ -502,12 +502,12 @@ class RealCalls:
 
 
 def _is_merged(aval: Any, place: Split | None, sizes: set[int]) -> bool:
-    """Whether a dim is longer than what was split: other dims are merged with it, in an order that shapes do not tell."""
+    """Whether a dim is longer than the one that was split: others are merged with it, in an order that shapes do not show."""
     return place is not None and not any(size % aval.shape[place.dim] == 0 for size in sizes)
 
 
 def _in_order(aval: Any, place: Split | None, followed: Place, group: Group) -> Split:
-    """How a merged dim is split, as the model's own operations tell.
+    """The place of a merged dim, as the model's own operations show it.
 
     Raises:
       ValueError: where they do not.
@@ -528,7 +528,7 @@ def _alike(whole: Sequence[Call], local: Sequence[Call]) -> bool:
 
 
 def no_mean(aval: Any) -> jax.Array:
-    """Refuse to read what has neither rows nor a mean."""
+    """Refuse to read an array that has neither rows nor a mean."""
     raise ValueError(
         f"the model returned an array of shape {aval.shape} and dtype {aval.dtype} without a batch dim, and the loss reads it: "
         "it may differ from rank to rank and has no mean. Return it with a dim of rows, or let the loss make it of rows"

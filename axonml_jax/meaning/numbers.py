@@ -1,4 +1,4 @@
-"""Numbers that the model makes of several rows by itself, such as a loss that is a method of it: means of the ranks', or not.
+"""Tells whether numbers that the model returns without rows, such as a loss that is its method, are means of the ranks'.
 
 Of a call of the model shapes alone are known, and a number without rows is taken as the mean of the ranks'. Here its traces at
 both shapes are walked side by side (`plain_mean.py`). What is known to be no such mean, as a sum, a masked mean or a maximum,
@@ -50,10 +50,10 @@ def mixes_rows(whole: Call, local: Call, groups: Sequence[Group]) -> bool:
 
 
 class _Numbers(Walk):
-    """Goes on beside what is not known."""
+    """Walks two traces of a call side by side, and goes on where a value is not known."""
 
     def placed(self, whole: Sequence[int], own: Sequence[int]) -> Known:
-        """What has rows where its shapes differ."""
+        """The places of a value by its two shapes: it has rows where they differ."""
         return Known(tuple(places_of(whole, own, self.groups)))
 
     def _equation(self, equation: Equation, own: Equation, given: list[Known]) -> list[Known]:
@@ -74,7 +74,7 @@ class _Numbers(Walk):
             return [MIXED] * len(equation.outputs) if mixed else self._by_shape(equation, own)
 
     def _by_shape(self, equation: Equation, own: Equation) -> list[Known]:
-        """What is not known otherwise has rows where its shapes differ, as at the model's border."""
+        """The results of an equation without a rule, by their shapes, as those of a call of the model."""
         found = []
         for a, b in zip(equation.op.made, own.op.made, strict=True):
             try:
@@ -85,7 +85,7 @@ class _Numbers(Walk):
         return found
 
     def _scan(self, equation: Equation, own: Equation, given: list[Known]) -> list[Known]:
-        """A loop, where a trip leaves what it carries as it was; what starts as zeros may carry rows."""
+        """Walks a scan whose carry keeps its places; a carry that starts as zeros may become rows."""
         scan, other, body, own_body = equation.op.scan, own.op.scan, equation.body, own.body
         assert scan is not None and other is not None and body is not None and own_body is not None
         stacks, sliced = given[scan.first_scanned :], Following(self.groups).sliced

@@ -1,4 +1,4 @@
-"""How ranks hold a value of the whole batch, and the rules of what an operation makes of it: places alone, no arrays."""
+"""How ranks hold a value of the whole batch, and how operations change that: rules on places alone, without arrays."""
 
 # What a rule says of places holds types apart, which the checker does not see.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
@@ -14,11 +14,11 @@ from axonml_jax.program.program import DIMS, is_elementwise, rule_of
 from axonml_jax.sharding.layout import Order
 
 SUM = "sum"
-"""The value is the sum of what the ranks hold, each at the whole shape."""
+"""The place of a value that is the sum of the ranks' arrays, each of the whole shape."""
 
 
 class Split(NamedTuple):
-    """A dim is split over the ranks: part i is on rank i.
+    """A place: a dim is split over the ranks, part i on rank i.
 
     Attributes:
       dim: which.
@@ -54,7 +54,7 @@ class Group(NamedTuple):
 
 
 def local_shape(shape: Sequence[int], places: Places, groups: Sequence[Group]) -> tuple[int, ...]:
-    """The shape of one rank's part."""
+    """The shape of one rank's part of a value."""
     found = list(shape)
     for place, group in zip(places, groups, strict=True):
         if isinstance(place, Split):
@@ -63,7 +63,7 @@ def local_shape(shape: Sequence[int], places: Places, groups: Sequence[Group]) -
 
 
 def local_outer(places: Places, groups: Sequence[Group], number: int) -> int:
-    """`outer` of one group's split on a rank, where other groups split the same dim further out."""
+    """The `outer` of one group's split as it is on a rank, where other groups split the same dim further out."""
     own = places[number]
     assert isinstance(own, Split)
     further_out = [
@@ -75,7 +75,7 @@ def local_outer(places: Places, groups: Sequence[Group], number: int) -> int:
 
 
 def reshaped(place: Split, old: Sequence[int], new: Sequence[int], ranks: int, *, whole: bool = False) -> Split | None:
-    """Where a split dim is after a reshape; None: in no dim.
+    """The place of a split dim after a reshape; None: it is not along one dim.
 
     `whole`: what is split must stay in one piece, as positions that ranks hold in an order of their own.
 
@@ -98,7 +98,7 @@ def reshaped(place: Split, old: Sequence[int], new: Sequence[int], ranks: int, *
 
 
 class Step(NamedTuple):
-    """What one group of ranks does for an operation.
+    """The places that an operation takes and makes in one group, and how ranks join their results.
 
     Attributes:
       wanted: the places that its operands must have.
@@ -125,7 +125,7 @@ Rule = Callable[[Operation, Sequence[Place], int], Step | None]
 
 
 def step_of(op: Operation, given: Sequence[Places], groups: Sequence[Group]) -> list[Step]:
-    """What each group does for an operation.
+    """The step of each group for an operation.
 
     Args:
       op: the operation, which has no body.
@@ -145,12 +145,12 @@ def step_of(op: Operation, given: Sequence[Places], groups: Sequence[Group]) -> 
 
 
 def whole(op: Operation) -> Step:
-    """All operands whole, all results too."""
+    """The step of an operation on whole operands, whose results are whole."""
     return Step((None,) * len(op.given), (None,) * len(op.made))
 
 
 def _breaks_order(op: Operation, step: Step, places: Sequence[Place], ranks: int) -> bool:
-    """Whether an operation reads positions that ranks hold in an order of their own as if these followed each other."""
+    """Whether an operation reads positions as contiguous that ranks hold in another order."""
     if op.name == "reshape" and isinstance(places[0], Split):
         return reshaped(places[0], op.given[0].shape, op.made[0].shape, ranks, whole=True) is None
     return step.act in ("best", "lookup")
@@ -191,7 +191,7 @@ _SAME = ("neg", "real", "imag", "copy", "stop_gradient", "name", "pvary", "pcast
 
 
 def _linear(op: Operation, places: Sequence[Place]) -> Step | None:
-    """What a partial sum goes through; None where it must be completed."""
+    """The step of a linear operation on partial sums; None where they must be completed."""
     name, dtype = op.name, op.made[0].dtype
     if any(isinstance(place, Split) for place in places) or dtype == jnp.bool_:
         return None
@@ -217,7 +217,7 @@ def _keeps_sums(old, new) -> bool:
 
 
 def _beside_ranks(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
-    """A collective over mesh axes of other groups or none: what it does along other dims than the split one is local."""
+    """The step of a collective over mesh axes of other groups: it is local unless it goes along the split dim."""
     kind = rule_of(op.name).sends
     assert kind is not None
     if kind[0] == "all_reduce":
@@ -237,7 +237,7 @@ def _beside_ranks(op: Operation, places: Sequence[Place], ranks: int) -> Step | 
 
 
 def _placed(linear: bool) -> Rule:
-    """Dims go on as `program/program.py` says; a sum goes through what is linear."""
+    """The rule of operations that move dims as `program/program.py` says; `linear` ones take partial sums too."""
 
     def rule(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
         data = _data(op)
@@ -262,7 +262,7 @@ def _placed(linear: bool) -> Rule:
 
 
 def _data(op: Operation) -> tuple[int, ...]:
-    """The operands that are arrays of one kind; the others say where, or with what."""
+    """The operands that are arrays of one kind; the others are indices, or values to fill in."""
     if op.name in ("concatenate", "sort"):
         return tuple(range(len(op.given)))
     return (0, 1) if op.name == "dynamic_update_slice" else (0,)
@@ -278,7 +278,7 @@ def _reshape(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
 
 
 def _reduction(act: str) -> Rule:
-    """A reduction: along other dims local; along the split one each rank's, which are then joined by `act`."""
+    """The rule of a reduction: local along other dims; along the split dim ranks join their results by `act`."""
 
     def rule(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
         if (place := places[0]) == SUM:
@@ -294,7 +294,7 @@ def _reduction(act: str) -> Rule:
 
 
 def _stack(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
-    """Operands side by side along a new dim: sums if one is, else all split as the first split one."""
+    """The step of a stack along a new dim: a sum if an operand is one, else split like the first split operand."""
     if SUM in places and not any(isinstance(place, Split) for place in places):
         return Step((SUM,) * len(places), (SUM,))
     splits = [place for place in places if isinstance(place, Split)]
@@ -373,12 +373,12 @@ def _lookup(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
 
 
 def _batch_dims(op: Operation) -> list[int]:
-    """The dims of the result that stand for those of the indices."""
+    """The dims of a lookup's result that come from those of the indices."""
     return [dim for dim in range(op.made[0].ndim) if dim not in op.options["dimension_numbers"].offset_dims]
 
 
 def _by_split_indices(op: Operation, index: Split) -> Step | None:
-    """Each index is a lookup of its own; batching dims pair it with the table's."""
+    """The step of a lookup by split indices, each of which looks up by itself; batching dims pair them with the table's."""
     numbers, made = op.options["dimension_numbers"], index._replace
     if index.dim == op.given[1].ndim - 1:
         return None
@@ -408,7 +408,7 @@ def _in_split_table(op: Operation, table: Split, index: Place) -> Step | None:
 
 
 def _added(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
-    """Updates that are split are added on the rank that has them: a partial sum (bincount, segment sums, histograms)."""
+    """The step of a scatter-add: split updates are added where they are, which makes a partial sum (bincount, segment sums)."""
     table, index, updates = places[0], *settled_sums(places[1:])
     numbers = op.options["dimension_numbers"]
     if places[2] == SUM and index is None and not isinstance(table, Split):
@@ -427,7 +427,7 @@ def _added(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
 
 
 def _into_split(op: Operation, table: Split, numbers: Any, scattered: Sequence[int]) -> Step | None:
-    """Into rows of a split array: batching dims pair them with their own indices and updates; whole windows are local."""
+    """The step of a scatter into a split array: local along batching dims and whole windows."""
     if table.dim in numbers.operand_batching_dims:
         own = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(table.dim)]
         return Step((table, table._replace(dim=own), table._replace(dim=scattered[own])), (table,))
@@ -480,4 +480,4 @@ RULES: Mapping[str, Rule] = {
     "conv_general_dilated": _convolution,
     **LOOKUPS,
 }
-"""By the primitive's name; one without a rule is done on whole values."""
+"""Rules by the primitive's name; a primitive without one runs on whole values."""

@@ -1,4 +1,4 @@
-"""The proof that a loss is a plain mean over ranks: then what a step does of rows alone is right, and stays as it is.
+"""Proof that a loss is a plain mean over ranks, so that a step that takes each rank's rows alone is right.
 
 The loss is traced at the whole batch's shape and at a rank's. Both programs are walked side by side: they must do the same, and
 of every value it must be known how the whole one is made of the ranks': equal, their rows, or a factor times their sum. A
@@ -20,12 +20,12 @@ from axonml_jax.program.program import Equation, Program, is_constant, is_elemen
 
 
 class NotProven(Exception):
-    """It is not known how a value of the whole batch is made of the ranks' values."""
+    """Raised where it is not known how a value of the whole batch is made of the ranks' values."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """How a value of the whole batch is made of the ranks' values.
+    """How a value of the whole batch is made of the ranks' values: equal, parts of it, or a factor times their sum.
 
     Attributes:
       places: as in `places.py`: of a whole one the ranks' are equal, or their parts of what is spread evenly.
@@ -76,7 +76,7 @@ def is_plain_mean(local: Any, whole: Any, places: Sequence[Places], groups: Sequ
 
 
 class Walk:
-    """Two traces, side by side, for these groups of ranks."""
+    """Walks two traces of one function side by side, at the whole batch's shapes and at a rank's."""
 
     def __init__(self, groups: Sequence[Group]):
         self.groups, self.in_derivative = groups, False
@@ -86,7 +86,7 @@ class Walk:
         self.parts = Fraction(1, ranks)
 
     def mean(self, known: Known) -> Fraction:
-        """The factor of a value's sum over ranks; one that is equal on all of them is the mean of it."""
+        """The factor by which the sum over ranks gives a value; of one that is equal on all ranks, that of a mean."""
         if known.is_sum:
             return known.factor
         if any(known.places):
@@ -94,7 +94,7 @@ class Walk:
         return self.parts
 
     def program(self, whole: Program, local: Program, given: Sequence[Known]) -> list[Known]:
-        """What is known of a program's results."""
+        """What is known of a program's results, from what is known of its inputs."""
         if len(whole.equations) != len(local.equations):
             raise NotProven
         env, names = dict(zip(whole.inputs, given, strict=True)), dict(zip(local.inputs, whole.inputs, strict=True))
@@ -146,7 +146,7 @@ class Walk:
         return self._step(equation, given)
 
     def _call(self, equation: Equation, own: Equation, given: list[Known]) -> list[Known]:
-        """A call of the model: each of its results is known by its shapes."""
+        """The results of a call of the model, by their shapes: rows, or the mean of the ranks' numbers."""
         for known, a, b in zip(given, equation.op.given, own.op.given, strict=True):
             if known.is_sum or known.literal or local_shape(a.shape, known.places, self.groups) != tuple(b.shape):
                 raise NotProven
@@ -159,7 +159,7 @@ class Walk:
         return found
 
     def _by_number(self, equation: Equation, given: list[Known]) -> Known:
-        """A sum, divided by a number that grows with the batch or multiplied by its inverse."""
+        """A sum that is divided by a number that grows with the batch, or multiplied by its inverse."""
         numbers = [known.literal for known in given if known.literal]
         sums = [known for known in given if known.is_sum]
         if equation.name not in ("div", "mul") or len(sums) != 1 or len(numbers) != 1:
@@ -175,7 +175,7 @@ class Walk:
         return Known(known.places, known.factor * self.parts)
 
     def _body(self, equation: Equation, own: Equation, given: list[Known]) -> list[Known]:
-        """A call: the same inside, and the same derivatives where it has its own; these may not go over ranks."""
+        """A call: its body, and its own derivatives if it has some, must do the same in both, without sums over ranks."""
         inside = lambda each: each.called if each.called is not None else each.body
         custom = equation.name.startswith("custom_")
         if custom and not self.in_derivative and any(known.is_sum for known in given):
@@ -202,7 +202,7 @@ class Walk:
             raise NotProven
 
     def _alike(self, equation: Equation, own: Equation) -> list[Known]:
-        """Of whole operands: the same, or spread over a dim that is longer; an index along such a dim differs."""
+        """The results of whole operands: whole, though perhaps longer; an index along a longer dim ends the proof."""
         op, none = equation.op, Known((None,) * len(self.groups))
         grown = lambda avals, others: any(a.shape != b.shape for a, b in zip(avals, others, strict=True))
         if is_elementwise(op.name) or op.name == "broadcast_in_dim":
@@ -216,7 +216,7 @@ class Walk:
         return [none] * len(op.made)
 
     def _step(self, equation: Equation, given: list[Known]) -> list[Known]:
-        """An operation that each rank does on what it holds."""
+        """The results of an operation that each rank does on its part."""
         steps = step_of(equation.op, [known.places for known in given], self.groups)
         if any(step.act for step in steps):
             raise NotProven
@@ -243,5 +243,5 @@ _OF_SHAPES = ("shape", "new_sizes", "limit_indices", "slice_sizes", "sharding", 
 
 
 def _options(equation: Equation) -> str:
-    """What an equation is told, but for shapes."""
+    """The options of an equation as text, without those that hold shapes."""
     return str({name: value for name, value in equation.op.options.items() if name not in _OF_SHAPES})

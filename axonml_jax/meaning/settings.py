@@ -1,4 +1,4 @@
-"""What a loss, or a call of the model, sets of an NNX model besides variables: `model.eval()`, `model.scale = 2.0`."""
+"""Attributes of an NNX model's modules that a loss, or a call, sets besides variables: `model.eval()`, `model.scale = 2.0`."""
 
 import functools
 import inspect
@@ -14,10 +14,10 @@ from axonml_jax.base import is_array
 Path = tuple[Any, ...]
 
 _FLAX_OWN = ("_pytree__", "_object__")
-"""How attributes begin that Flax keeps on modules."""
+"""Prefixes of the attributes that Flax keeps on modules."""
 
 _DEPTH = 8
-"""How far functions, tuples and mappings are looked into."""
+"""The depth to which functions, tuples and mappings are looked into."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,13 +35,13 @@ class Attribute:
     value: Any
 
     def same(self, other: "Attribute") -> bool:
-        """Whether another says the same."""
+        """Whether another setting is equal."""
         return (self.path, self.name) == (other.path, other.name) and _alike(self.value, other.value)
 
 
 @dataclass(frozen=True)
 class Changed:
-    """What has changed.
+    """The attributes of modules that have changed.
 
     Attributes:
       settings: attributes that were settings and are.
@@ -66,7 +66,7 @@ class Settings:
         self._contents = [(x, names, _held(x, names)) for x, names in found]
 
     def changed(self, *, variables: bool = True, also: Container[tuple[Path, str]] = ()) -> Changed:
-        """What has been set since.
+        """The attributes that have been set since.
 
         Args:
           variables: without, those that are in another's place are left out.
@@ -86,13 +86,13 @@ class Settings:
         return Changed(tuple(settings), tuple(others))
 
     def same_contents(self) -> bool:
-        """Whether lists, mappings and plain objects among them, which copies of the model share, have in them what they had."""
+        """Whether mutable values in attributes, which copies of the model share, have the contents that they had."""
         return all(_alike(_held(x, names), before) for x, names, before in self._contents)
 
 
 @contextmanager
 def having(bound: Any, attributes: Sequence[Attribute]) -> Iterator[None]:
-    """A bound model with these attributes, which afterwards has its own again.
+    """Context in which a bound model has these attributes; afterwards it has its own again.
 
     They are set behind NNX's back, which allows that only where the model was bound: code of a loop is traced elsewhere.
     """
@@ -116,7 +116,7 @@ def module_at(bound: Any, path: Path) -> Any:
 
 
 def is_setting(value: Any, depth: int = _DEPTH) -> bool:
-    """Whether an attribute has neither modules nor variables nor arrays in it, nor functions that close over some."""
+    """Whether a value holds no modules, variables or arrays, nor functions that close over some."""
     inner = _inner(value)
     if inner is None:
         return not (is_array(value) or isinstance(value, (nnx.Variable, nnx.Pytree)))
@@ -124,7 +124,7 @@ def is_setting(value: Any, depth: int = _DEPTH) -> bool:
 
 
 def _alike(a: Any, b: Any, depth: int = _DEPTH) -> bool:
-    """Whether two settings are the same, where code that is traced twice has made each of them."""
+    """Whether two settings are equal, where code that is traced twice has made each of them."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -140,7 +140,7 @@ def _alike(a: Any, b: Any, depth: int = _DEPTH) -> bool:
 
 
 def _inner(value: Any) -> list[Any] | None:
-    """What is in a value that is looked into; None: it is one by itself."""
+    """The values in a value that is looked into; None: it is a leaf."""
     if isinstance(value, functools.partial):
         return [value.func, *value.args, value.keywords]
     if inspect.ismethod(value):
@@ -164,13 +164,13 @@ def _is_container(value: Any) -> bool:
 
 
 def _has_content(value: Any) -> bool:
-    """Whether a value can be changed in place: lists, mappings and sets, and objects of a class of the user's."""
+    """Whether a value can be changed in place: lists, mappings and sets, and objects of the user's classes."""
     apart = callable(value) or isinstance(value, (nnx.Variable, nnx.Pytree)) or inspect.ismodule(value)
     return _is_container(value) or (not apart and not is_array(value) and hasattr(value, "__dict__"))
 
 
 def _held(value: Any, names: Sequence[str]) -> Any:
-    """A copy of what such a value has in it; of an object under these names, as it may keep more that it works out later."""
+    """A copy of a value's contents; of an object its attributes with these names, as it may add others lazily."""
     return _content(value) if _is_container(value) else tuple(_content(vars(value).get(name)) for name in names)
 
 

@@ -25,7 +25,7 @@ from axonml_jax.program.program import Program, made_by, names_of
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Swept:
-    """What the first sweep leaves.
+    """The results of the first sweep: gradients by what the model made, and the loss.
 
     Attributes:
       results: the gradients of the loss by every floating result of the model's calls, [count, ...] each.
@@ -39,7 +39,7 @@ class Swept:
 
 
 class Recording(RealCalls):
-    """Makes the calls, and keeps their results.
+    """Makes the model's calls, and keeps their results.
 
     Attributes:
       arrays: the results, call by call.
@@ -50,7 +50,7 @@ class Recording(RealCalls):
         self.arrays: list[jax.Array] = []
 
     def made(self, number: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """The results of a call."""
+        """Makes a call and keeps its results."""
         made = super().made(number, arrays)
         self.arrays += made
         return made
@@ -62,7 +62,7 @@ def calls_of(program: Program) -> list[int]:
 
 
 def read_beside(program: Program, fixed: int) -> list[int]:
-    """Which of the first inputs, the model's variables, the loss reads beside its calls, where they are floating."""
+    """The floating inputs among the first `fixed`, the model's variables, that the loss reads beside its calls."""
     calls = calls_of(program)
     needed = made_by(program.equations, program.outputs, calls)
     read = {number for equation in needed for number in equation.read} | set(names_of(program.outputs))
@@ -74,7 +74,7 @@ def read_beside(program: Program, fixed: int) -> list[int]:
 
 
 def floating(arrays: Sequence[Any]) -> list[Any]:
-    """Those that have gradients."""
+    """The arrays that have gradients: those of floating dtypes."""
     return [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
@@ -87,7 +87,7 @@ def of_all_rows(
     places: Sequence[Places],
     ranks: Ranks,
 ) -> Swept:
-    """The loss of all rows from what the model made of them, and its gradients.
+    """Computes the loss of all rows from the model's results, and its gradients by these.
 
     Args:
       program: the loss at the whole batch's shape.
@@ -123,7 +123,7 @@ def of_all_rows(
 
 
 def _joined(stack: jax.Array, aval: Any, places: Places, ranks: Ranks) -> Value:
-    """Results of microbatches, behind each other along their rows; floating ones without rows are the mean."""
+    """Joins results of microbatches along their dim of rows; floating ones without rows are averaged."""
     if None in places:
         return Value(aval.shape, aval.dtype, ranks.none, lambda _: no_mean(aval))
     held = tuple(None if group.ranks == 1 else place for group, place in zip(ranks.groups, places, strict=True))
@@ -134,14 +134,14 @@ def _joined(stack: jax.Array, aval: Any, places: Places, ranks: Ranks) -> Value:
 
 
 def _in_rows(stack: jax.Array, rows: Split, places: Places, ranks: Ranks) -> jax.Array:
-    """[count, ...] -> one after the other along the dim of rows, inside of what is merged with it further out."""
+    """Joins a stack of microbatches along the dim of rows, inside of dims that are merged with it further out."""
     own, dim, outer = stack.shape[1:], rows.dim, local_outer(places, ranks.groups, 0)
     seen = stack.reshape(len(stack), *own[:dim], outer, own[dim] // outer, *own[dim + 1 :])
     return jnp.moveaxis(seen, 0, dim + 1).reshape(*own[:dim], -1, *own[dim + 1 :])
 
 
 def second(swept: Swept, number: jax.Array, results: Sequence[jax.Array], beside: Sequence[jax.Array]) -> jax.Array:
-    """What one microbatch is differentiated by: every result times its gradient; what is read beside, once."""
+    """The scalar that one microbatch differentiates: every result times its gradient; for values read beside, once."""
     once = sum(map(_times, swept.read, beside), jnp.zeros(()))
     return sum(map(_times, swept.results, floating(results)), jnp.where(number == 0, once, 0))
 
@@ -154,7 +154,7 @@ def _times(gradient: jax.Array, x: jax.Array) -> jax.Array:
 def first_only(
     loss: Loss, number: jax.Array, one: jax.Array, loss_name: str, weight_name: str
 ) -> dict[str, WeightedMean]:
-    """The sums of the loss and its metrics, as metrics of the first microbatch alone.
+    """The sums of the loss and its metrics, as metrics that the first microbatch alone adds to.
 
     Args:
       loss: what this rank adds.
@@ -168,7 +168,7 @@ def first_only(
 
 
 def finished(metrics: Mapping[str, jax.Array], loss_name: str, weight_name: str) -> tuple:
-    """The loss, its metrics, and what gradients are multiplied by, of what ranks summed."""
+    """The loss, its metrics and the factor of gradients, from the metrics that ranks summed."""
     kept = {name: value for name, value in metrics.items() if name not in (loss_name, weight_name)}
     total, weight = metrics[loss_name], metrics.get(weight_name)
     return (total, kept, None) if weight is None else (total / weight, kept, 1 / weight)

@@ -33,7 +33,7 @@ from axonml_jax.sharding.layout import RankOrder, sequence_order
 
 @dataclass(eq=False)
 class Value:
-    """A value of the program.
+    """A value of the whole batch's program, as this rank holds it.
 
     A whole one is made when it is read, and only as much of it as is read: a mask or an identity of which a rank needs its rows
     is never whole.
@@ -61,7 +61,7 @@ class Value:
 
     @property
     def array(self) -> jax.Array:
-        """What this rank holds."""
+        """This rank's part of it, in its own places."""
         return self.at(self.places)
 
     def at(self, places: Places) -> jax.Array:
@@ -87,7 +87,7 @@ class Gathered:
 
 
 class Ranks:
-    """The groups of ranks, and the collectives that change a value's place.
+    """The groups of ranks that split a batch, and the collectives that change a value's places.
 
     Attributes:
       groups: of which each splits one thing.
@@ -114,36 +114,36 @@ class Ranks:
         return (None,) * len(self.groups)
 
     def vary(self, array: jax.Array) -> jax.Array:
-        """An array typed as varying over all axes, where types are checked."""
+        """Types an array as varying over all axes, where types are checked."""
         return vary(array, self.typed) if self.checked else array
 
     def index(self, group: Group) -> jax.Array:
-        """This rank's number in a group; of one rank, none of the mesh's axes may split the batch."""
+        """This rank's number in a group; 0 in a group without mesh axes."""
         return axis_index(group.axes) if group.axes else jnp.zeros((), jnp.int32)
 
     def check_talk(self, groups: Sequence[Group]) -> None:
-        """Before a collective among some groups' ranks."""
+        """Called before a collective among the ranks of some groups; a subclass may refuse it."""
 
     # Values
 
     def known(self, array: Any) -> Value:
-        """A whole value that is there; nothing is done with it before it is read, as on one stage of a pipeline alone."""
+        """A whole value from an array; no operation is traced before it is read, as a stage of a pipeline may not read it."""
         array = jnp.asarray(array)
         return Value(array.shape, array.dtype, self.none, lambda places: self.block(self.vary(array), places))
 
     def held(self, array: jax.Array, places: Places, shape: Sequence[int]) -> Value:
-        """What this rank holds of a value of a shape."""
+        """A value from this rank's part of it."""
         if not any(places):
             return self.known(array)
         array = self.vary(array)
         return Value(tuple(shape), array.dtype, places, lambda _: array)
 
     def lazy(self, shape: Sequence[int], dtype: Any, make: Callable[[Places], jax.Array], zero: bool = False) -> Value:
-        """A whole value that `make` makes."""
+        """A whole value that `make` computes when it is read."""
         return Value(tuple(shape), dtype, self.none, lambda places: self.vary(make(places)), zero)
 
     def block(self, array: jax.Array, places: Places) -> jax.Array:
-        """This rank's part of a whole array."""
+        """Cuts this rank's part out of a whole array."""
         splits = [(place, group) for place, group in zip(places, self.groups, strict=True) if isinstance(place, Split)]
         for place, group in sorted(splits, key=lambda each: -each[0].outer):
             array = self._own_part(array, place.dim, place.outer, group)
@@ -161,7 +161,7 @@ class Ranks:
     # Changing places
 
     def settled(self, value: Value, places: Places) -> jax.Array:
-        """What this rank holds of a value in other places."""
+        """This rank's part of a value in other places: sums are completed, split dims gathered, whole dims cut."""
         value = self._completed(value, places)
         for number, place in enumerate(places):
             if isinstance(value.places[number], Split) and value.places[number] != place:
@@ -210,7 +210,7 @@ class Ranks:
         return self.held(array, places, value.shape)
 
     def gather(self, array: jax.Array, dim: int, outer: int, group: Group) -> jax.Array:
-        """A split dim whole. Communicates: one all-gather."""
+        """Gathers a split dim. Communicates: one all-gather."""
         self.check_talk([group])
         self.note(array.size * array.dtype.itemsize * (group.ranks - 1))
         if array.dtype == bool:
@@ -218,7 +218,7 @@ class Ranks:
         return self.gather_quietly(array, dim, outer, group)
 
     def gather_quietly(self, array: jax.Array, dim: int, outer: int, group: Group) -> jax.Array:
-        """The same of numbers, without a record of it."""
+        """Gathers a split dim of numbers, without recording it."""
         shape, size = array.shape, array.shape[dim] // outer
         if outer > 1:
             array, dim = array.reshape(*shape[:dim], outer, size, *shape[dim + 1 :]), dim + 1
@@ -227,7 +227,7 @@ class Ranks:
         return joined if outer == 1 else joined.reshape(*shape[: dim - 1], outer * size * group.ranks, *shape[dim:])
 
     def note(self, size: int) -> None:
-        """Record a gather, and refuse it where there are too many.
+        """Records a gather, and refuses it where gathers are too many bytes.
 
         Raises:
           ValueError: naming the operation, the line, the sizes and the remedies.
@@ -240,7 +240,7 @@ class Ranks:
     # Other things that rules need
 
     def rows_as_sum(self, value: Value) -> jax.Array:
-        """What this rank adds to a value: as `settled` to sums, but of split dims its own part among zeros."""
+        """This rank's summand of a value: as `settled` to sums, but for split dims its part among zeros."""
         zeros = [isinstance(place, Split) for place in value.places]
         if not any(zeros):
             return self.settled(value, (SUM,) * len(self.groups))
@@ -263,18 +263,18 @@ class Ranks:
         return filled.reshape(*shape[:dim], shape[dim] * group.ranks, *shape[dim + 1 :])
 
     def unvaried(self, array: jax.Array) -> jax.Array:
-        """A whole array for a program that was traced without varying types: typed as the same on every rank."""
+        """Types a whole array as the same on every rank, for a program that was traced without varying types."""
         if not self.axes:
             return array
         return sum_over(jnp.where(axis_index(self.axes) == 0, array, 0), self.typed if self.checked else self.axes)
 
     def local(self, shape: Sequence[int], places: Places) -> tuple[int, ...]:
-        """The shape of this rank's part."""
+        """The shape of this rank's part of a value."""
         return local_shape(shape, places, self.groups)
 
 
 def _in_order(array: jax.Array, dim: int, group: Group) -> jax.Array:
-    """Positions that stand rank by rank, one after the other: the inverse of `RankOrder`."""
+    """Puts positions that are concatenated rank by rank in the sequence's order: the inverse of `RankOrder`."""
     if group.order == "contiguous":
         return array
     held = sequence_order(group.order, array.shape[dim], group.ranks)
@@ -282,7 +282,7 @@ def _in_order(array: jax.Array, dim: int, group: Group) -> jax.Array:
 
 
 def too_much(gathered: Sequence[Gathered], most: int) -> str:
-    """Why a loss is refused that gathers too much."""
+    """The message for a loss that gathers too many bytes."""
     lines = [f"  {each.operation} ({each.line or 'no line known'}): {each.bytes:,} bytes" for each in gathered]
     return (
         "the loss mixes rows of different ranks: these operations need rows that other ranks have, "
@@ -339,7 +339,7 @@ def _product(ranks: Ranks, op: Operation, arrays: Sequence[jax.Array], groups: S
 
 
 def _best(ranks: Ranks, op: Operation, arrays: Sequence[jax.Array], groups: Sequence[Group]) -> jax.Array:
-    """The index of the best element: of every rank its value and its index in the whole; the first rank that has the best."""
+    """The index of the best element: gathers each rank's best value and its index; among equals the first rank's."""
     (x,), (dim,), (group,) = arrays, op.options["axes"], groups
     own = op.bind(arrays)[0]
     value = jnp.take_along_axis(x, jnp.expand_dims(own, dim), dim).squeeze(dim)
@@ -373,7 +373,7 @@ def _lookup(ranks: Ranks, op: Operation, arrays: Sequence[jax.Array], groups: Se
 
 
 def _filling(op: Operation):
-    """What a lookup outside of the table gives, where it fills."""
+    """The value that a lookup outside of the table gives, where it fills."""
     dtype = op.made[0].dtype
     if (given := op.options["fill_value"]) is not None:
         return given
@@ -391,7 +391,7 @@ ACTS: Mapping[str, Act] = {
     "best": _best,
     "lookup": _lookup,
 }
-"""By the name that rules give them (`Step.act`)."""
+"""The function of each `Step.act`."""
 
 JOINT = ("extreme", "logical", "product")
-"""Those that several groups may do together."""
+"""The acts that several groups may do together."""

@@ -1,4 +1,4 @@
-"""`WholeBatch`: the user's loss of the whole batch, from one rank's rows, all at once or in microbatches."""
+"""`WholeBatch`: computes the user's loss of the whole batch from one rank's rows, all at once or in microbatches."""
 
 # What a rule says of places holds types apart, which the checker does not see.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false, reportCallIssue=false
@@ -30,19 +30,19 @@ from axonml_jax.program.program import Atom
 
 @dataclass(frozen=True)
 class MixingRows:
-    """A loss with how many bytes it may gather, and whether it may take two sweeps (`mixing_rows`)."""
+    """A loss with the bytes that it may gather, and whether it may take two sweeps (`mixing_rows`)."""
 
     loss_fn: LossFn
     most_bytes: int | None
     two_sweeps: bool = False
 
     def __call__(self, model: Any, batch: PyTree) -> Any:
-        """The loss."""
+        """Calls the loss."""
         return self.loss_fn(model, batch)
 
 
 def mixing_rows(loss_fn: LossFn, *, most_bytes: int | None = None, two_sweeps: bool = False) -> LossFn:
-    """A loss that may gather more of other ranks' rows than a step allows by itself, or all rows out of microbatches.
+    """Allows a loss to gather more of other ranks' rows than a step allows by itself, or all rows out of microbatches.
 
     A loss means the whole batch. What its code mixes without reducing it, such as `z @ z.T` or a sort over the batch, needs
     rows that other ranks have: they are gathered, and the ledger says what that sends. A step refuses a loss that gathers more
@@ -72,7 +72,7 @@ Finish = Callable[[jax.Array, dict[str, jax.Array]], tuple]
 
 @dataclass(frozen=True, eq=False)
 class WholeBatch:
-    """What a loss means on the whole batch.
+    """Computes a user's loss of the whole batch on each rank, from this rank's rows.
 
     Attributes:
       group: the ranks among which the batch's rows are split.
@@ -107,7 +107,7 @@ class WholeBatch:
         batch: PyTree,
         on_rows: Callable[[PyTree], tuple[Loss, PyTree]],
     ) -> tuple[Loss, PyTree]:
-        """The loss, whose sums over ranks are those of the whole batch, and the model's state after it.
+        """Computes the loss, as summands whose sum over ranks is the whole batch's, and the model's state after it.
 
         Args:
           model, loss_fn, mode: the user's model and loss, and how the model is bound.
@@ -142,7 +142,7 @@ class WholeBatch:
         return self._inlined(asked, ranks, on_rows, why)
 
     def _group(self, count: int) -> Group:
-        """All microbatches of all ranks."""
+        """The group of all microbatches of all ranks."""
         return Group(self.group.axes, self.group.ranks * count)
 
     @property
@@ -151,15 +151,15 @@ class WholeBatch:
 
     @property
     def _alone(self) -> tuple[str, ...]:
-        """The axes of positions that one rank has all."""
+        """The mesh axes that split nothing of this loss: ranks with batches of their own, and positions of one rank."""
         return self.apart + (() if self.positions is None or self._among_positions else self.positions.axes)
 
     def _asked(self, count: int, *of: Any) -> Asked:
-        """The loss of a microbatch, of which each rank has so many."""
+        """The `Asked` of a loss in microbatches, `count` of them on each rank."""
         return Asked((self._group(count), *self._among_positions), self.split, *of, self.seeing_whole, self._alone)
 
     def _decide(self, asked: Asked, *, inlines: bool = True) -> Decided | str:
-        """How the loss is run; tried once for the same shapes."""
+        """Decides how the loss is run, once for each set of shapes."""
         if (key := (asked.groups, asked.signature)) not in self._decided:
             found = decided(asked, in_layers=self.in_layers, trains=self.trains, inlines=inlines)
             refuse_draws(asked, found)
@@ -179,7 +179,7 @@ class WholeBatch:
         return _as_sums(loss, ranks), asked.model.state_of(bound)
 
     def _inlined(self, asked: Asked, ranks: Ranks, on_rows: Callable, why: str) -> tuple[Loss, PyTree]:
-        """With the model's own code in the program, where the loss differentiates or maps it."""
+        """Runs the loss with the model's own code in its program, where the loss differentiates or maps the model."""
         if self.in_layers or self.positions is not None:
             raise unknown(why)
         whole = asked.inlined(())
@@ -193,7 +193,7 @@ class WholeBatch:
     # Microbatches
 
     def microbatches(self, asked_of: tuple, rows: PyTree, batches: PyTree) -> PyTree:
-        """A rank's microbatches, stacked, as the loss takes them: with what must be known of all of them beforehand.
+        """Stacks a rank's microbatches, with the values of the whole batch that they need beforehand.
 
         Args:
           asked_of: the model, the loss, the mode, and shapes of the variables as read and of a key.
@@ -230,7 +230,7 @@ class WholeBatch:
         return Microbatch(batches, repeated, jnp.arange(count), decided, count)
 
     def _of_microbatch(self, asked: Asked, batch: Microbatch) -> tuple[Loss, PyTree]:
-        """What one microbatch adds: sums, those that are late by the names of metrics."""
+        """The summands of one microbatch; late sums are among the metrics."""
         if batch.swept is not None:
             return self._second(asked, batch)
         decided, bound = batch.plan, asked.model.bind(asked.variables, asked.key, asked.mode)
@@ -256,7 +256,7 @@ class WholeBatch:
     def results(
         self, model: Functional, loss_fn: LossFn, mode: Mode, variables: Variables, key: jax.Array, batch: Microbatch
     ) -> tuple[list[jax.Array], PyTree]:
-        """The first sweep, of one microbatch: what the model's calls return and what the loss reads beside them; its state."""
+        """The first sweep on one microbatch: results of the model's calls, other values that the loss reads, and the state."""
         asked = self._asked(batch.count, model, loss_fn, mode, variables, key, batch.rows)
         arrays, state, _ = self._results(asked, batch)
         return [*arrays, *self._beside(asked, batch).values()], state
@@ -276,7 +276,7 @@ class WholeBatch:
         return calls.arrays, asked.model.state_of(bound), ranks
 
     def of_all_rows(self, asked_of: tuple, rows: PyTree, results: list[jax.Array], batches: Microbatch) -> Microbatch:
-        """Microbatches for the second sweep.
+        """Computes the loss of all rows, and adds its gradients to the microbatches for the second sweep.
 
         Args:
           asked_of: the model, the loss, the mode, the variables' shapes and a key.
@@ -299,7 +299,7 @@ class WholeBatch:
         return replace(batches, swept=stacked)
 
     def _on_rank(self, asked: Asked) -> Asked:
-        """A rank's rows, which are the whole batch's where there is one rank."""
+        """The same on a rank's rows, which are not split by rows where there is one rank."""
         if self.group.ranks > 1:
             return asked
         along = {group.axes for group in self._among_positions}
@@ -307,7 +307,7 @@ class WholeBatch:
         return replace(asked, split=split)
 
     def _second(self, asked: Asked, batch: Microbatch) -> tuple[Loss, PyTree]:
-        """The second sweep: what a microbatch is differentiated by; the loss itself comes with the first one's metrics."""
+        """The second sweep on one microbatch: the scalar to differentiate; the loss itself is among the first one's metrics."""
         arrays, state, ranks = self._results(asked, batch)
         total = second(batch.swept, batch.number, arrays, list(self._beside(asked, batch).values()))
         one = ranks.rows_as_sum(ranks.known(jnp.ones((), jnp.float32)))
@@ -315,12 +315,12 @@ class WholeBatch:
         return Loss(total * ranks.groups[0].ranks, None, metrics), state
 
     def loss_of(self, batches: Microbatch) -> Loss:
-        """The loss of all rows after a first sweep, as what ranks sum."""
+        """The loss of all rows after a first sweep, as a summand of the sum over ranks."""
         loss = jax.tree.map(lambda x: x[0], batches.swept.loss)
         return loss if loss.weight is not None else loss._replace(total=loss.total * self.group.ranks)
 
     def finish(self, batches: Any) -> Finish | None:
-        """What is done with sums over all microbatches and ranks; None: nothing.
+        """The function of loss and metrics after all microbatches and ranks; None: there is none.
 
         Args:
           batches: what `microbatches` returned.
@@ -333,7 +333,7 @@ class WholeBatch:
     def _finished(
         self, decided: Decided, early: list[jax.Array], loss: jax.Array, metrics: dict, weights: dict | None = None
     ) -> tuple:
-        """The loss and all metrics, and what gradients are multiplied by; None: they are those of the loss.
+        """The loss, all metrics, and the factor of gradients; None: they are the loss's own.
 
         Weights of metrics that are made here are put into `weights`.
         """
@@ -367,7 +367,7 @@ LATE, LATE_WEIGHT = "axonml late sum ", "axonml late sum weight"
 
 
 def _values(ranks: Ranks, asked: Asked, traced: Traced) -> list[Value]:
-    """What this rank holds of a program's inputs."""
+    """This rank's parts of a program's inputs."""
     numbers = zip(asked.leaves, asked.places(), traced.program.inputs, strict=True)
     return [_held(ranks, x, places, traced.program.avals[number].shape) for x, places, number in numbers]
 
@@ -379,12 +379,12 @@ def _held(ranks: Ranks, x: Any, places: Places, shape: tuple[int, ...]) -> Value
 
 
 def unread(places: Places) -> Any:
-    """The model and rows are not there before and after all microbatches."""
+    """Refuse to read the model or rows before or after all microbatches, where they are not there."""
     raise AssertionError("a value of the model or of rows was read where it is not there")
 
 
 def _as_sums(loss: Loss, ranks: Ranks) -> Loss:
-    """A loss of values, as what a step sums over ranks and divides once."""
+    """A loss of values as summands that a step sums over ranks and divides once."""
     total = ranks.rows_as_sum(loss.total)
     parts = math.prod(group.ranks for group in ranks.groups if not group.positions)
     metrics = {
