@@ -1,4 +1,4 @@
-"""Cutting a model, or its traced microbatch, into stages."""
+"""Cuts a model's traced microbatch into the stages of a pipeline, and traces each stage's forward and backward."""
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -41,7 +41,7 @@ from axonml_jax.program.values import mapped_dim
 
 @dataclass(frozen=True)
 class CutWork:
-    """What is divided.
+    """The program that is cut, and what of it is work.
 
     Attributes:
       program: the whole.
@@ -97,7 +97,7 @@ def _marks(program: Program, num_stages: int) -> list[int]:
 
 
 def _crossing(work: CutWork) -> list[int]:
-    """Bytes of values that cross from before each work equation to it or behind."""
+    """Bytes of the values that cross a cut before each work equation."""
     program, count = work.program, len(work.positions)
     last = dict.fromkeys(names_of(work.results), count)
     for i, position in enumerate(work.positions):
@@ -126,7 +126,7 @@ def _bytes(aval: Any) -> int:
 
 
 class StageOutput(NamedTuple):
-    """What a stage makes of one microbatch.
+    """The outputs of a stage for one microbatch.
 
     Attributes:
       y: what the next stage receives, of any structure; floating leaves have a gradient, others only travel forward. The
@@ -153,7 +153,7 @@ def _as_it_is(leaves: Sequence[jax.Array]) -> list[jax.Array]:
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage and how its parameters are read in every tick.
+    """A stage, and how its parameters are gathered and its gradients reduced in a tick.
 
     Attributes:
       apply: the stage. It may communicate over other axes than the pipeline's.
@@ -182,7 +182,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one stage does.
+    """The equations of one stage, and the values it reads, receives and sends.
 
     Attributes:
       equations: its work, and what it makes again of weights, microbatch and constants, in order.
@@ -200,7 +200,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Pieces:
-    """A program of one microbatch, `fun(weights, given, states) -> (results, new states)`, in pieces.
+    """A program of one microbatch, `fun(weights, given, states) -> (results, new states)`, cut into pieces.
 
     Attributes:
       program: the whole.
@@ -229,7 +229,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class _Tags:
-    """What a value is made of: constants alone, the microbatch, weights, or work."""
+    """Classifies values by what they are made of: constants alone, the microbatch, weights, or work."""
 
     kinds: dict[int, str]
 
@@ -252,7 +252,7 @@ def cut_pieces(
     state_names: Sequence[str],
     weight_names: Sequence[str],
 ) -> Pieces:
-    """Trace `fun` and cut it.
+    """Traces `fun` and cuts it.
 
     Args:
       fun: `fun(weights, given, states) -> (results, new states)` of lists of arrays; results any tree, states a list.
@@ -291,7 +291,7 @@ def cut_pieces(
 
 @dataclass(frozen=True)
 class _Again:
-    """What every piece makes itself, out of weights, microbatch and constants."""
+    """Finds the equations that a piece repeats, which read weights, microbatch and constants alone."""
 
     program: Program
     kinds: dict[int, str]
@@ -300,9 +300,9 @@ class _Again:
 
     def closure(self, wanted: Iterable[int]) -> tuple[set[int], set[int]]:
         """Finds the equations that recompute the wanted numbers, and the weights that these read, both by position."""
-        equations, weights, left, seen = set(), set(), list(wanted), set()
-        while left:
-            number = left.pop()
+        equations, weights, pending, seen = set(), set(), list(wanted), set()
+        while pending:
+            number = pending.pop()
             if number in seen or self.kinds.get(number, "work") == "work":
                 continue
             seen.add(number)
@@ -310,11 +310,11 @@ class _Again:
                 weights.add(self.position[number])
             elif number in self.made_by:
                 equations.add(self.made_by[number])
-                left += self.program.equations[self.made_by[number]].read
+                pending += self.program.equations[self.made_by[number]].read
         return equations, weights
 
     def weights(self, wanted: Iterable[int]) -> set[int]:
-        """The weights in what an equation reads."""
+        """The weights that are read to make these values."""
         return self.closure(wanted)[1]
 
 
@@ -330,7 +330,7 @@ class _Cutter:
     kept: set[int]
 
     def pieces(self, state_names: Sequence[str]) -> tuple[Piece, ...]:
-        """One piece per start."""
+        """Cuts one piece per start."""
         equations, last = self.program.equations, len(self.starts) - 1
         bounds = [*self.starts, len(equations)]
         of_piece = [[p for p in self.work if a <= p < b] for a, b in itertools.pairwise(bounds)]
@@ -376,7 +376,7 @@ class _Cutter:
 
 
 class Inputs(NamedTuple):
-    """Everything a stage reads, as lists of leaves; also used for their numbers in its program.
+    """The arguments of a stage as lists of leaves; also their numbers in its program.
 
     Attributes:
       weights: the parameters as read.
@@ -392,7 +392,7 @@ class Inputs(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a stage makes of one microbatch, as lists of leaves; also used for their places in its program."""
+    """The outputs of a stage as lists of leaves; also their places in its program."""
 
     y: Sequence[Any]
     loss: Any
@@ -402,7 +402,7 @@ class Results(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedStage:
-    """A stage's program.
+    """The program of a stage, split into its work and the preparation of weights and batch.
 
     Attributes:
       body: its work, and the light work that only prepares weights and batch.
@@ -421,16 +421,16 @@ class TracedStage:
     state_tree: Any
 
     def apply(self, inputs: Inputs) -> Results:
-        """The results."""
+        """Runs the stage, and returns its results."""
         return self._results(self.body.apply(self._sources(inputs), self._moving(inputs)))
 
     def forward(self, inputs: Inputs, transform: Transform) -> tuple[Results, Saved]:
-        """The results, and what the backward needs beside weights and batch."""
+        """Runs the stage; returns its results, and the residuals without weights and batch."""
         out, saved = self.body.forward(self._sources(inputs), self._moving(inputs), (), transform)
         return self._results(out), saved
 
     def backward(self, saved: Saved, inputs: Inputs, dy: Sequence[Any], seed: Any) -> tuple[list[Any], list[Any]]:
-        """Gradients of what `varied_x` lists, and of the weights (None for those without).
+        """The gradients of the leaves in `varied_x`, and of the weights (None for those without).
 
         Args:
           saved: what the forward left.
@@ -484,7 +484,7 @@ class TracedStage:
 def trace_stage(
     stage: Stage, inputs: Inputs, unflatten: Callable[[Inputs], tuple], trained: Sequence[bool], varied_x: Sequence[int]
 ) -> TracedStage:
-    """Trace a stage, inside `shard_map`.
+    """Traces a stage, inside `shard_map`.
 
     Args:
       stage: the stage.
@@ -521,7 +521,7 @@ def _regroup(numbers: Sequence[int], inputs: Inputs) -> Inputs:
 
 
 def _body(program: Program, numbers: Inputs, places: Results, start: Sequence[int]) -> Body:
-    """The program as work between what prepares weights and batch, and the results."""
+    """Divides the program into the preparation of weights and batch, and the work from it to the results."""
     sources = (*numbers.weights, *numbers.given, *program.constants)
     marks = mark(program, {number: i for i, number in enumerate(sources)})
     work = [program.equations[position] for position in marks.work]
@@ -543,7 +543,7 @@ def _body(program: Program, numbers: Inputs, places: Results, start: Sequence[in
 
 
 class Form(NamedTuple):
-    """How the forward of a stage is traced, where a backward follows it.
+    """The form in which a stage's forward is traced, if a backward follows it.
 
     Attributes:
       traced: the stage, perhaps in parts.
@@ -558,7 +558,7 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedForward:
-    """What a stage makes of its inputs, and keeps.
+    """A stage's forward, traced with the residuals that it keeps.
 
     Attributes:
       program: of the leaves of its inputs.
@@ -572,7 +572,7 @@ class TracedForward:
 
     @classmethod
     def of(cls, traced: TracedStage, inputs: Inputs, transform: Transform) -> "TracedForward":
-        """Trace it, inside `shard_map`.
+        """Traces a stage's forward, inside `shard_map`.
 
         Args:
           traced: the stage.
@@ -591,23 +591,23 @@ class TracedForward:
 
     @property
     def residuals(self) -> list[Any]:
-        """The abstract values of what it keeps."""
+        """The abstract values of the residuals."""
         return self.out_tree.unflatten([aval_of(atom, self.program.avals) for atom in self.program.outputs])[1]
 
     def split_dims(self, axis: str) -> list[int | None]:
-        """The dim of each of them that comes out of a `shard_map` over an axis split; None: of the others."""
+        """The dim of each residual that comes out of a `shard_map` over an axis split along it; None: of the others."""
         kept = len(self.residuals)
         outputs = self.program.outputs[len(self.program.outputs) - kept :]
         return [mapped_dim(self.program, atom, axis) for atom in outputs]
 
     def apply(self, inputs: Inputs) -> tuple[Results, list[jax.Array]]:
-        """The results, and what is kept."""
+        """Runs the forward; returns its results, and the residuals."""
         same = lambda equation, operands: operands if _changes_nothing(equation) else None
         return self.out_tree.unflatten(run_program(self.program, [leaf for leaves in inputs for leaf in leaves], same))
 
 
 def _changes_nothing(equation: Equation) -> bool:
-    """Whether an equation rounds numbers to what they are.
+    """Whether an equation rounds numbers to the precision that they have.
 
     `jax.checkpoint` does so to what it keeps, because XLA may compute numbers of 16 bits with more; of wider ones it is a copy.
     """

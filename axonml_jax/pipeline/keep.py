@@ -1,4 +1,4 @@
-"""What stages of a pipeline keep for their backward, block by block: by a word, a policy of JAX's, names, or within bytes."""
+"""Recomputation in a pipeline: what stages keep for their backward, block by block, by a word, a policy, names or bytes."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from axonml_jax.program.cut import mark, segments_of
 
 
 class Keeping(NamedTuple):
-    """What is to be kept.
+    """The policy of what stages keep, and the figures that it is asked with.
 
     Attributes:
       remat: as of a plan; not None.
@@ -32,7 +32,7 @@ class Keeping(NamedTuple):
 
 
 def forms(keeping: Keeping, stages: Sequence[tuple[Stage, TracedStage]]) -> list[Form]:
-    """How the forward of every stage is traced: in parts, one for each of its blocks, which keep what enters them besides.
+    """The forms of the stages' forwards: in parts, one for each block, which also keep what enters them.
 
     Args:
       keeping: what is to be kept.
@@ -63,7 +63,7 @@ def forms(keeping: Keeping, stages: Sequence[tuple[Stage, TracedStage]]) -> list
 
 
 def _ordered() -> bool:
-    """Whether XLA makes a block again when what comes back to it is there; for CPUs barriers tell it to."""
+    """Whether XLA recomputes a block only when its gradient is there; for CPUs barriers have to say it."""
     return platform_around() != "cpu"
 
 
@@ -74,7 +74,7 @@ def _refuse(name: str) -> None:
 def _asked(
     keeping: Keeping, number: int, stage: Stage, traced: TracedStage, parts: Sequence[Body], taken: set[str]
 ) -> Any:
-    """The parts of a stage with their values named, and what is asked about each."""
+    """Names the values of a stage's parts, and describes each as a unit to ask a policy about."""
     places, seen = dict(zip(traced.numbers.weights, range(len(stage.names)), strict=False)), set[int]()
     for i, part in enumerate(parts):
         fresh = set(part.inputs) - seen
@@ -102,7 +102,7 @@ def _form(traced: TracedStage, parts: Sequence[tuple[Body, UnitChoice]]) -> Form
 
 @dataclass(frozen=True)
 class _Divided(Body):
-    """A body whose work is done part by part.
+    """A body whose work is done part by part, each with its own recomputation.
 
     Attributes:
       parts: each with what recomputation makes of it; what prepares weights was done before all.
@@ -111,7 +111,7 @@ class _Divided(Body):
     parts: Sequence[tuple[Body, Transform]] = ()
 
     def run(self, env: Values) -> None:
-        """The work, on values to which it adds its own."""
+        """Runs the parts in order, on values to which they add theirs."""
         for part, again in self.parts:
             env |= again(partial(_worked, part))({n: env[n] for n in (*part.prelude.derived, *part.inputs)})
 
@@ -130,7 +130,7 @@ def _in_parts(
 
 
 def _parts(stage: Stage, traced: TracedStage) -> list[Body]:
-    """The work of a stage, block by block."""
+    """Divides a stage's work into parts, one for each block."""
     program, prelude, found = traced.program, traced.body.prelude, []
     marks = mark(program, {number: i for i, number in enumerate(prelude.weights)})
     # Where a block ends is seen in weights alone: what is made of the microbatch may be read everywhere.

@@ -1,4 +1,4 @@
-"""Where the parameters of stages rest: assigned to ranks, packed into buffers, shared, spread."""
+"""The buffers of a pipeline: stages of parameters, arrays packed by dtype and axes, shared leaves, and how they rest."""
 
 import math
 import re
@@ -52,12 +52,12 @@ Order = Mapping[str, tuple]
 
 @dataclass(frozen=True)
 class Assignment:
-    """Where parameters live and where stages begin.
+    """The stage of every parameter, and where stages begin.
 
     Attributes:
       stages: the stage of every parameter, in tree order.
       begins: for every stage but the first the parameters (positions in tree order) whose first use begins it; None: marks
-        in the program say where (see `pipeline/pack.py`).
+        in the program say where (see `mark`).
     """
 
     stages: tuple[int, ...]
@@ -101,7 +101,7 @@ def assign(
 
 
 def by_prefix(names: Sequence[str], prefixes: Sequence[str], stages: Sequence[int]) -> Assignment:
-    """The assignment of modules whose stages are given: a parameter belongs to the module whose prefix its path has.
+    """The assignment of given modules: a parameter is on the stage of the module whose prefix its path has.
 
     >>> by_prefix(["stages/0/w", "stages/1/w", "stages/2/w"], ["stages/0/", "stages/1/", "stages/2/"], [0, 0, 1]).stages
     (0, 0, 1)
@@ -154,7 +154,7 @@ def _between_blocks(shapes: Mapping[str, Any], num_stages: int, order: Order) ->
 
 
 def _cost(shapes: Mapping[str, Any], names: Sequence[str]) -> float:
-    """Multiplications per example: the elements of matrices. What is looked up costs nothing."""
+    """Multiplications per example: the elements of matrices. Embeddings are looked up, and cost nothing."""
     total = 0.0
     for name in names:
         size = 1.0
@@ -165,7 +165,7 @@ def _cost(shapes: Mapping[str, Any], names: Sequence[str]) -> float:
 
 
 def _by_name(name: str) -> tuple:
-    """The place of a parameter that only its name tells: embeddings first, then numbered modules, then the rest."""
+    """A sort key from a parameter's name alone: embeddings first, then numbered modules, then the rest."""
     numbered = re.search(r"\d+", name)
     kind = 0 if _LOOKED_UP.search(name) else 1 if numbered else 2
     return kind, *((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name))
@@ -185,7 +185,7 @@ _MARK = "axonml.stage"
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """A module and where it runs.
+    """A module of a pipeline, and the device that it runs on.
 
     Attributes:
       module: an NNX or a Linen module that takes what the one before returns.
@@ -214,7 +214,7 @@ class Chain(nnx.Module):
         self.groups = tuple(groups)
 
     def __call__(self, x: PyTree) -> PyTree:
-        """The last module's result of the first one's argument."""
+        """Applies the modules in order."""
         start = 0
         for stage, count in enumerate(self.groups):
             x = mark(x, stage) if stage else x
@@ -224,7 +224,7 @@ class Chain(nnx.Module):
         return x
 
     def prefixes(self) -> list[str]:
-        """How the paths of each module's parameters begin."""
+        """The prefixes of the paths of each module's parameters."""
         return [f"stages/{i}/" for i in range(len(self.stages))]
 
 
@@ -235,7 +235,7 @@ class LinenChain(linen.Module):
     groups: tuple[int, ...]
 
     def __call__(self, x: PyTree) -> PyTree:
-        """The last module's result of the first one's argument."""
+        """Applies the modules in order."""
         start = 0
         for stage, count in enumerate(self.groups):
             x = mark(x, stage) if stage else x
@@ -245,7 +245,7 @@ class LinenChain(linen.Module):
         return x
 
     def prefixes(self) -> list[str]:
-        """How the paths of each module's parameters begin."""
+        """The prefixes of the paths of each module's parameters."""
         return [f"stages_{i}/" for i in range(len(self.stages))]
 
 
@@ -275,7 +275,7 @@ def join_variables(variables: Sequence[PyTree]) -> PyTree:
 
 
 class PartRanks(NamedTuple):
-    """The ranks that have a row each.
+    """The ranks of an axis, each of which has one row of a buffer in parts.
 
     Attributes:
       axis: the mesh axis.
@@ -288,7 +288,7 @@ class PartRanks(NamedTuple):
 
 @dataclass(frozen=True)
 class PositionParts:
-    """Which arrays of a stage have a dim of positions.
+    """Guesses from sizes which dim of an array holds positions, which an axis left to XLA's partitioner splits.
 
     Attributes:
       parts: the ranks among which positions are split.
@@ -319,7 +319,7 @@ class PositionParts:
         return cls(PartRanks(axis, count), tuple(sorted(lengths)))
 
     def dim_of(self, shape: tuple[int, ...]) -> int | None:
-        """The dim of an array that holds positions, or all but a few of them as a shift leaves them; None: none does.
+        """The dim of an array that is as long as the sequences, or a shift shorter; None: there is none.
 
         Rows come first, so dim 0 is taken last.
         """
@@ -335,7 +335,7 @@ def row_size(shape: tuple[int, ...], dim: int, count: int) -> int:
 
 
 def apart(x: jax.Array, dim: int, parts: PartRanks) -> jax.Array:
-    """[..., s, ...] -> [N, n]: each rank's part of `dim` in a row of its own, the last one padded with zeros."""
+    """Splits a dim into a row for each rank, the last one padded with zeros: [..., s, ...] -> [N, n]."""
     size, each = x.shape[dim], -(-x.shape[dim] // parts.count)
     if more := each * parts.count - size:
         x = jnp.pad(x, [(0, more if d == dim else 0) for d in range(x.ndim)])
@@ -345,7 +345,7 @@ def apart(x: jax.Array, dim: int, parts: PartRanks) -> jax.Array:
 
 
 def reassembled(rows: jax.Array, shape: tuple[int, ...], dim: int, parts: PartRanks) -> jax.Array:
-    """The inverse of `apart`, of rows [N, n]."""
+    """Joins rows [N, n] to the array; the inverse of `apart`."""
     each = -(-shape[dim] // parts.count)
     cut = split_over(rows.reshape(parts.count, *shape[:dim], each, *shape[dim + 1 :]), parts.axis)
     whole = jnp.moveaxis(cut, 0, dim).reshape(*shape[:dim], parts.count * each, *shape[dim + 1 :])
@@ -353,12 +353,12 @@ def reassembled(rows: jax.Array, shape: tuple[int, ...], dim: int, parts: PartRa
 
 
 def split_over(x: jax.Array, axis: str) -> jax.Array:
-    """x, of which the partitioner is to split dim 0 over an axis that is left to it."""
+    """Constrains dim 0 of x to be split over an axis that is left to the partitioner."""
     return jax.lax.with_sharding_constraint(x, PartitionSpec(axis))
 
 
 def on_every_rank(x: Any) -> Any:
-    """x, of which the partitioner is to split nothing; random keys stay as they are."""
+    """Constrains x to be replicated over the axes that are left to the partitioner; random keys stay as they are."""
     return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jax.lax.with_sharding_constraint(x, PartitionSpec())
 
 
@@ -374,7 +374,7 @@ Move = Callable[[jax.Array], jax.Array]
 
 @dataclass
 class Spread:
-    """How one leaf is brought to all devices.
+    """The moves that bring a leaf from one rank of the pipeline to all devices, split over as many as its dims divide by.
 
     Attributes:
       shape: what a device holds in the end.
@@ -388,7 +388,7 @@ class Spread:
 
     @staticmethod
     def of(layout: Layout, rank: int, degrees: Mapping[str, int]) -> "Spread":
-        """Of a leaf that rests in a layout on one rank of the pipeline; `degrees` are the sizes of all mesh axes."""
+        """The moves of a leaf that rests in a layout on one rank of the pipeline; `degrees` are the sizes of all mesh axes."""
         dims = range(len(layout.stored))
         spread = Spread(list(layout.shard), [layout.axes_of(dim) for dim in dims])
         for dim, size in enumerate(layout.shape or (1,) * len(dims)):
@@ -404,11 +404,11 @@ class Spread:
 
     @property
     def spec(self) -> PartitionSpec:
-        """How the whole leaf is split in the end."""
+        """The spec of the whole leaf after all moves."""
         return PartitionSpec(*(axes or None for axes in self.axes))
 
     def apply(self, part: jax.Array) -> jax.Array:
-        """A device's part of the leaf, from what it has where the leaf rests on the leaf's rank.
+        """Runs the moves on a device's part, inside `shard_map`.
 
         Communicates: over `pipe` one all-to-all, or one all-reduce where no dim divides; over the axes that split a padded dim
         one all-to-all, or one all-gather where no other dim divides.
@@ -418,7 +418,7 @@ class Spread:
         return part
 
     def _cut_padding(self, dim: int, size: int, count: int) -> None:
-        """The padding of one dim goes: its axes split another dim, or none."""
+        """Cuts the padding of a dim; the axes that split it split another one then, or none."""
         over, other = self.axes[dim], self._divisible(count, but=dim)
         shape, axes = list(self.shape), list(self.axes)
         shape[dim], axes[dim] = size, ()
@@ -430,7 +430,7 @@ class Spread:
         self._append(lambda x: cut(exchange_along(x, over, other, dim)), shape, axes)
 
     def _over_pipeline(self, rank: int, count: int) -> None:
-        """Every rank of the pipeline gets a part of what one of them has, bit for bit; all of it where no dim divides."""
+        """Gives every rank of the pipeline a part of what one of them has, bit for bit; all of it if no dim divides."""
         if count == 1:
             return
         dim = self._divisible(count)
@@ -442,7 +442,7 @@ class Spread:
         self._append(lambda x: exchange_along(x[None], (AXIS,), dim + 1, 0)[rank], shape, axes)
 
     def _own_slice(self, axis: str, count: int) -> None:
-        """A part each of what all ranks of an axis have."""
+        """Cuts each rank's part out of what all ranks of an axis have."""
         dim = self._divisible(count)
         if count == 1 or dim is None:
             return
@@ -463,12 +463,12 @@ class Spread:
 #
 # All ranks run the same program, so what stages hold, send and keep must have one shape on all of them, however
 # different their arrays are. Concatenating arrays joins the axes they vary over, so those that vary over other axes
-# stay apart; so do those of which XLA's partitioner splits a dim (`pipeline/pack.py`).
+# stay apart; so do those of which XLA's partitioner splits a dim (`apart`).
 # --------------------------------------------------------------------------------------------------
 
 
 class BufferGroup(NamedTuple):
-    """What the arrays of one buffer have in common.
+    """The common properties of the arrays in one buffer.
 
     Attributes:
       dtype: numpy's name.
@@ -485,7 +485,7 @@ class BufferGroup(NamedTuple):
     number: int = 0
 
     def shape(self, size: int) -> tuple[int, ...]:
-        """Of a buffer."""
+        """The shape of a buffer of `size` elements (per part)."""
         return (self.parts.count, size) if self.parts else (size,)
 
 
@@ -497,7 +497,7 @@ Sizes = Mapping[BufferGroup, int]
 
 
 class Slot(NamedTuple):
-    """Where one array lies.
+    """The place of one array in a buffer.
 
     Attributes:
       group: in which buffer.
@@ -522,11 +522,11 @@ class Slot(NamedTuple):
         return row_size(self.shape, self.dim, parts.count) if parts else math.prod(self.shape)
 
     def flat(self, data: jax.Array) -> jax.Array:
-        """The array as it lies in its buffer: [n], or [N, n]."""
+        """Flattens the array as it lies in its buffer: [n], or [N, n]."""
         return apart(data, self.dim, self.group.parts) if self.group.parts else jnp.ravel(data)
 
     def opened(self, flat: jax.Array) -> jax.Array:
-        """The inverse of `flat`, whatever dims of size 1 stand before."""
+        """The inverse of `flat`; leading dims of size 1 are allowed."""
         if not (parts := self.group.parts):
             return flat.reshape(self.shape)
         return reassembled(flat.reshape(parts.count, self.size), self.shape, self.dim, parts)
@@ -534,7 +534,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """Where each of several arrays lies.
+    """The slots of several arrays.
 
     >>> packing = Packing.of([jnp.zeros((2, 3), "float32"), jnp.zeros(4, "int32"), jnp.ones((), "float32")])
     >>> packing.sizes[BufferGroup("float32")], [slot.offset for slot in packing.slots]
@@ -547,7 +547,7 @@ class Packing:
     def of(
         cls, arrays: Iterable[Any], axis: str | None = None, split: tuple[PartRanks, Sequence[int | None]] | None = None
     ) -> "Packing":
-        """One array behind the other, each in the group of its dtype, its varying axes and whether it is in parts.
+        """Places one array behind the other, each in the group of its dtype, its varying axes and its parts.
 
         Args:
           arrays: arrays or abstract values, of which only shape, dtype and varying axes are read.
@@ -568,15 +568,15 @@ class Packing:
 
     @cached_property
     def sizes(self) -> dict[BufferGroup, int]:
-        """Where the last array of each group ends."""
+        """The size of each group's buffer: where its last array ends."""
         return largest({slot.group: slot.offset + slot.size} for slot in self.slots)
 
     def at(self, places: Mapping[int, Any]) -> "Packing":
-        """The same, with offsets as values of the running program where `places` has them."""
+        """The same slots, with offsets as values of the running program where `places` has them."""
         return Packing(tuple(slot._replace(place=places.get(slot.offset)) for slot in self.slots))
 
     def pack(self, arrays: Sequence[Any], sizes: Sizes) -> Buffers:
-        """Buffers of these sizes with the arrays in their places and zeros elsewhere."""
+        """Packs the arrays into buffers of these sizes, with zeros elsewhere."""
         pieces: dict[BufferGroup, list[Any]] = {group: [] for group in sizes}
         ends = dict.fromkeys(sizes, 0)
         # By size too: an array without elements begins where the next one does, and could come behind it.
@@ -591,21 +591,21 @@ class Packing:
         return {group: jnp.concatenate(vary(these, group.axes), axis=-1) for group, these in pieces.items()}
 
     def unpack(self, buffers: Buffers, row: ArrayLike | None = None) -> list[jax.Array]:
-        """The arrays, out of flat buffers, or out of one row of buffers with slots."""
+        """Unpacks the arrays from flat buffers, or from one row of buffers with slots."""
         return [slot_value(slot, buffers[slot.group], row) for slot in self.slots]
 
     def write(self, buffers: Buffers, arrays: Sequence[Any]) -> Buffers:
-        """Flat buffers with the arrays in their places and everything else as it was."""
+        """Writes the arrays into flat buffers at their places."""
         return self._changed(buffers, arrays, lambda old, value: value)
 
     def add(self, buffers: Buffers, arrays: Sequence[Any]) -> Buffers:
-        """Flat buffers with the arrays added in their places, the last one first: so a backward finds its gradients."""
+        """Adds the arrays to flat buffers at their places, the last one first: so a backward finds its gradients."""
         # Apart from the write: one fusion that reads and writes a part of a buffer writes all of it on CPU.
         backwards = replace(self, slots=self.slots[::-1])
         return backwards._changed(buffers, arrays[::-1], lambda old, value: together(old + value))
 
     def store(self, buffers: Buffers, arrays: Sequence[Any], row: ArrayLike) -> Buffers:
-        """Buffers with slots, [slots, n], with the arrays in their places of one row and everything else as it was."""
+        """Writes the arrays into one row of buffers with slots, [slots, n]."""
         buffers = dict(buffers)
         for group in {slot.group: None for slot in self.slots}:
             own = [
@@ -633,13 +633,13 @@ class Packing:
 
 
 def slot_value(slot: Slot, buffer: jax.Array, row: ArrayLike | None = None) -> jax.Array:
-    """One array out of its buffer."""
+    """Unpacks one array from its buffer."""
     data = slot.opened(_flat(slot, buffer, row))
     return data if slot.key_impl is None else jax.random.wrap_key_data(data, impl=slot.key_impl)
 
 
 def _flat(slot: Slot, buffer: jax.Array, row: ArrayLike | None = None) -> jax.Array:
-    """The part of a buffer, or of one row of it, that is an array."""
+    """The elements of an array in a buffer, or in one row of it."""
     sizes = slot.group.shape(slot.size)
     if row is not None:
         return jax.lax.dynamic_slice(buffer, _row_start(slot, row), (1, *sizes), allow_negative_indices=False)
@@ -650,14 +650,14 @@ def _flat(slot: Slot, buffer: jax.Array, row: ArrayLike | None = None) -> jax.Ar
 
 
 def _row_start(slot: Slot, row: ArrayLike) -> tuple[jax.Array, ...]:
-    """Where an array begins in a row of a buffer with slots."""
+    """The start of an array in a row of a buffer with slots."""
     row = jnp.asarray(row)
     offset = slot.offset if slot.place is None else slot.place
     return row, *_firsts(slot, row), vary_like(jnp.asarray(offset, row.dtype), row)
 
 
 def _firsts(slot: Slot, like: jax.Array) -> list[jax.Array]:
-    """Where its parts begin, if it has any: at the first."""
+    """The index of the first part, for a group in parts; else nothing."""
     return [vary_like(jnp.zeros_like(like), like)] * bool(slot.group.parts)
 
 
@@ -666,7 +666,7 @@ def _group_zeros(group: BufferGroup, size: int) -> jax.Array:
 
 
 def data_of(dtype: Any, shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, Any]:
-    """The numbers that an array of this dtype and shape is made of, and which generator's keys they are."""
+    """The shape and dtype of an array's numbers, and the random generator whose keys they are, or None."""
     if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return jax.ShapeDtypeStruct(shape, dtype), None
     impls = []
@@ -679,7 +679,7 @@ def data_of(dtype: Any, shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, A
 
 
 def largest(many: Iterable[Sizes]) -> dict[BufferGroup, int]:
-    """The most that any of them needs, by group, in a fixed order.
+    """The largest size of each group among several sizes, in a fixed order.
 
     >>> largest([{BufferGroup("int8"): 1}, {BufferGroup("int8"): 3, BufferGroup("bool"): 2}])[BufferGroup("int8")]
     3
@@ -692,7 +692,7 @@ def largest(many: Iterable[Sizes]) -> dict[BufferGroup, int]:
 
 
 def _data(array: Any) -> tuple[Any, Any]:
-    """The numbers of an array, and which generator's keys they are."""
+    """The numbers of an array, and the random generator whose keys they are, or None."""
     if jnp.issubdtype(jnp.result_type(array), jax.dtypes.prng_key):
         return jax.random.key_data(array), jax.random.key_impl(array)
     return jnp.asarray(array), None
@@ -708,7 +708,7 @@ def _data(array: Any) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Stored:
-    """One leaf of a stage as this rank holds it.
+    """One leaf of a stage, as a rank holds it.
 
     Attributes:
       shape: of the rank's own part, without the axes that split it.
@@ -728,14 +728,14 @@ class Stored:
 
     @property
     def group(self) -> BufferGroup:
-        """In which buffer it lies."""
+        """The group of the buffer in which it lies."""
         data, _ = data_of(self.dtype, self.shape)
         return BufferGroup(jnp.dtype(data.dtype).name, tuple(sorted(self.axes)), self.frozen, number=self.number)
 
 
 @dataclass(frozen=True)
 class StageBuffers:
-    """Says where every leaf of every stage lies. Stage p lives on rank p mod S; a shared leaf lies once on each of its ranks.
+    """The slot of every leaf of every stage. Stage p lives on rank p mod S; a shared leaf lies once on each of its ranks.
 
     >>> stages = [{"w": Stored((2, 3), "float32")}, {"w": Stored((4,), "float32")}]
     >>> StageBuffers.of(stages, num_ranks=2).sizes[BufferGroup("float32")]
@@ -755,7 +755,7 @@ class StageBuffers:
 
     @classmethod
     def of(cls, stages: Sequence[PyTree], num_ranks: int) -> "StageBuffers":
-        """Lay out every stage's tree.
+        """Lays out every stage's tree.
 
         Args:
           stages: per stage a tree of `Stored`, or of anything with shape and dtype: leaves of one stage and rank alone.
@@ -780,7 +780,7 @@ class StageBuffers:
 
     @cached_property
     def sizes(self) -> dict[BufferGroup, int]:
-        """Elements per group, on every rank."""
+        """Elements per group, the same on every rank."""
         return largest(packing.sizes for packing in self.packings)
 
     def stages(self, rank: int) -> range:
@@ -788,23 +788,23 @@ class StageBuffers:
         return range(rank, len(self.packings), self.num_ranks)
 
     def pack_rank(self, rank: int, trees: Sequence[PyTree]) -> Buffers:
-        """A rank's buffers, each [n], from the trees of its stages, in order."""
+        """Packs the trees of a rank's stages, in order, into its buffers, each [n]."""
         placed: dict[Slot, Any] = {}
         for stage, tree in zip(self.stages(rank), trees, strict=True):
             placed |= dict(zip(self.packings[stage].slots, self.treedefs[stage].flatten_up_to(tree), strict=True))
         return Packing(tuple(placed)).pack(list(placed.values()), self.sizes)
 
     def unpack_rank(self, rank: int, buffers: Buffers) -> list[PyTree]:
-        """The trees of a rank's stages, in order."""
+        """Unpacks the trees of a rank's stages, in order."""
         return [self.unpack(stage, buffers) for stage in self.stages(rank)]
 
     def unpack(self, stage: int, buffers: Buffers) -> PyTree:
-        """The tree of one stage, out of its rank's buffers."""
+        """Unpacks the tree of one stage from its rank's buffers."""
         return self.treedefs[stage].unflatten(self.packings[stage].unpack(buffers))
 
 
 def _slot_of(leaf: Stored, ends: dict[BufferGroup, int], shared: dict[str, dict[int, Slot]], rank: int) -> Slot:
-    """The leaf's slot on a rank: the one it has there already, or the next free one."""
+    """The slot of a leaf on a rank: the one it has there already, or the next free one."""
     holders = {} if leaf.shared is None else shared.setdefault(leaf.shared, {})
     if rank not in holders:
         data, key_impl = data_of(leaf.dtype, leaf.shape)
@@ -889,12 +889,12 @@ def _slot_zeros(slot: Slot, grads: Buffers) -> jax.Array:
 # --------------------------------------------------------------------------------------------------
 
 Named = dict[str, Any]
-"""A group's array by its name: what rests, and what optimizers and checkpoints hold."""
+"""The arrays of groups by their names: the form in which they rest, and that optimizers and checkpoints hold."""
 
 
 @dataclass(frozen=True)
 class StageStore:
-    """Where every leaf of a tree rests.
+    """The buffers in which the leaves of a tree rest on the ranks of a pipeline.
 
     Attributes:
       layouts: of every leaf, in tree order, along the other axes than the pipeline's.
@@ -921,7 +921,7 @@ class StageStore:
 
     @cached_property
     def slots(self) -> dict[int, Slot]:
-        """Where every leaf lies on its rank."""
+        """The slot of every leaf on its rank."""
         own = zip(self.leaves_of_stages, self.buffers.packings, strict=True)
         return {i: slot for leaves, packing in own for i, slot in zip(leaves, packing.slots, strict=True)}
 
@@ -967,7 +967,7 @@ class StageStore:
         }
 
     def named(self, buffers: Buffers) -> Named:
-        """Buffers by name."""
+        """Buffers by the names of their groups."""
         return {group_name(group): buffer for group, buffer in buffers.items()}
 
     def grouped(self, named: Named) -> Buffers:
@@ -975,7 +975,7 @@ class StageStore:
         return {group: named[name] for name, group in self.groups.items()}
 
     def place(self, leaves: Iterable[Any], mesh: Mesh) -> Named:
-        """The arrays that rest, from whole leaves: the same in every process, or split over devices in any way.
+        """Packs full leaves into the resting arrays; they are the same in every process, or split over devices in any way.
 
         Leaves are taken one after the other. No device ever holds more than its own part, and no process more than the parts
         of its devices and one leaf.
@@ -997,9 +997,9 @@ class StageStore:
         }
 
     def spread(self, named: Named, mesh: Mesh) -> list[jax.Array]:
-        """Every leaf, of arrays over all ranks: split over as many devices as its dims divide by.
+        """Unpacks every leaf from the resting arrays, split over as many devices as its dims divide by.
 
-        Communicates: see `pipeline/pack.py`; no device ever holds more than the parts that come and go.
+        Communicates: see `Spread.apply`; no device ever holds more than the parts that come and go.
         """
         if mesh not in self._programs:
             self._programs[mesh] = self._spreading(mesh)
@@ -1022,7 +1022,7 @@ class StageStore:
         return jax.jit(lambda named: spread(to_device_memory(named)))
 
     def _fill(self, parts: Mapping[int, np.ndarray], leaf: int, whole: Any) -> None:
-        """Write a leaf into those of its group's parts that hold some of it; parts go by where they start."""
+        """Writes a leaf into those parts of its group that hold some of it; parts are known by where they start."""
         slot, layout = self.slots[leaf], self.layouts[leaf]
         stored = np.asarray(to_stored(np.asarray(whole), layout))
         for start, part in parts.items():
@@ -1037,17 +1037,17 @@ class StageStore:
     # On one rank, inside `shard_map`
 
     def unpack(self, buffers: Buffers, rank: int) -> dict[int, jax.Array]:
-        """The rank's own leaves."""
+        """Unpacks a rank's own leaves, by position."""
         leaves = self.leaves_of_rank(rank)
         return dict(zip(leaves, Packing(tuple(self.slots[i] for i in leaves)).unpack(buffers), strict=True))
 
     def pack(self, values: Mapping[int, Any]) -> Buffers:
-        """A rank's buffers, from its own leaves."""
+        """Packs a rank's own leaves into its buffers."""
         return Packing(tuple(self.slots[i] for i in values)).pack(list(values.values()), self.buffers.sizes)
 
 
 def group_name(group: BufferGroup) -> str:
-    """A group's name.
+    """The name of a group.
 
     >>> group_name(BufferGroup("float32")), group_name(BufferGroup("float32", ("fsdp",)))
     ('float32', 'float32 over fsdp')
@@ -1062,7 +1062,7 @@ def _start(index: Any) -> int:
 
 
 def _shard(stored: np.ndarray, layout: Layout, along: Mapping[str, int], degrees: Mapping[str, int]) -> np.ndarray:
-    """The part of a stored array that the rank at these places of the axes holds."""
+    """The part of a stored array on the rank with these positions along the axes."""
     index = []
     for dim, size in enumerate(layout.shard):
         place = 0
@@ -1073,7 +1073,7 @@ def _shard(stored: np.ndarray, layout: Layout, along: Mapping[str, int], degrees
 
 
 def on_own_rank(index: Any, num_ranks: int, run: Callable[[int], PyTree]) -> PyTree:
-    """`run(rank)` of the rank that this is; ranks run different programs that return the same types."""
+    """Runs `run(rank)` with this rank's number; ranks run different programs that return the same types."""
     if num_ranks == 1:
         return run(0)
     return jax.lax.switch(index, [lambda rank=rank: run(rank) for rank in range(num_ranks)])
@@ -1086,7 +1086,7 @@ def on_own_rank(index: Any, num_ranks: int, run: Callable[[int], PyTree]) -> PyT
 
 @dataclass(frozen=True)
 class Staging:
-    """The stages of one model's parameters.
+    """The stages of one model's parameters, and the buffers in which they rest.
 
     Attributes:
       policy: the schedule and its options.
@@ -1107,7 +1107,7 @@ class Staging:
     def of(
         cls, policy: Pipelined, assignment: Assignment, params: PyTree, frozen: PyTree, degrees: Mapping[str, int]
     ) -> "Staging":
-        """Bind.
+        """Binds an assignment to stages to the layouts of the parameters.
 
         Args:
           policy: the plan's.
@@ -1128,47 +1128,47 @@ class Staging:
 
     @property
     def num_ranks(self) -> int:
-        """S."""
+        """S, the ranks of the pipeline."""
         return self.params.num_ranks
 
     @property
     def num_stages(self) -> int:
-        """S*V."""
+        """S*V, the stages of the model."""
         return self.params.num_stages
 
     @property
     def layouts(self) -> list[Layout]:
-        """Of all parameters, trained ones first."""
+        """The layouts of all parameters, trained ones first."""
         return [*self.params.layouts, *self.frozen.layouts]
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Of all parameters, trained ones first."""
+        """The stages of all parameters, trained ones first."""
         return (*self.params.stages, *self.frozen.stages)
 
     def place_params(self, params: PyTree, mesh: Mesh) -> Named:
-        """What rests, from whole trained parameters in this process's memory."""
+        """Packs full trained parameters in this process's memory into the resting arrays."""
         return self.params.place(jax.tree.leaves(params), mesh)
 
     def place_frozen(self, frozen: PyTree, mesh: Mesh) -> Named:
-        """What rests, from whole frozen parameters in this process's memory."""
+        """Packs full frozen parameters in this process's memory into the resting arrays."""
         return self.frozen.place(jax.tree.leaves(frozen), mesh)
 
     def spread_params(self, named: Named, mesh: Mesh) -> PyTree:
-        """Trained parameters, or gradients of them, as the model's tree, split over all devices; of arrays over all ranks."""
+        """Unpacks trained parameters, or their gradients, into the model's tree, split over all devices."""
         return self.treedefs[0].unflatten(self.params.spread(named, mesh))
 
     def spread_frozen(self, named: Named, mesh: Mesh) -> PyTree:
-        """Frozen parameters as the model's tree."""
+        """Unpacks frozen parameters into the model's tree, split over all devices."""
         return self.treedefs[1].unflatten(self.frozen.spread(named, mesh))
 
     def parts(self, named: Named) -> Iterator[tuple[jax.Array, Any, tuple[str, ...]]]:
-        """Every buffer of trained parameters or their gradients: itself, its dtype, and the axes over which it is split."""
+        """Every buffer of trained parameters or their gradients, its dtype, and the axes that split it."""
         for name, group in sorted(self.params.groups.items()):
             yield named[name], group.dtype, (AXIS, *group.axes)
 
     def resting(self, params: Named, frozen: Named) -> Buffers:
-        """This rank's buffers of both, by group."""
+        """This rank's buffers of trained and frozen parameters, by group."""
         return self.params.grouped(params) | self.frozen.grouped(frozen)
 
 
@@ -1182,7 +1182,7 @@ def _names(tree: PyTree) -> Sequence[str]:
 
 
 def stage_assigner(model: Any, view: Functional, policy: Pipelined) -> Callable[[Mapping[str, Any], int], Assignment]:
-    """What `bind_plan` asks for the stages of a model's parameters.
+    """Builds the function by which `bind_plan` assigns a model's parameters to stages.
 
     Args:
       model: what the user gave, of which only a chain says more than its view.
@@ -1205,7 +1205,7 @@ def stage_assigner(model: Any, view: Functional, policy: Pipelined) -> Callable[
 
 
 def _warn_of_names(shapes: Mapping[str, Any]) -> None:
-    """Say that nothing but names tells in which order blocks of several kinds run, where there are some."""
+    """Warns where blocks of several kinds are ordered by their names alone."""
     kinds = dict.fromkeys(path.rstrip("0123456789") for path in units(list(shapes), None, {}))
     if len(kinds) > 1:
         warn(

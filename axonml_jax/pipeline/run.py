@@ -1,4 +1,4 @@
-"""Running a timetable: ticks, the buffers between stages, and the weights of each tick."""
+"""Runs a timetable of stages inside `shard_map`: a scan over ticks, buffers between stages, and the weights of each tick."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -76,7 +76,7 @@ from axonml_jax.sharding.layout import Layout, to_device_memory
 
 
 def outputs_of(packing: Packing, buffers: Buffers, axis: str) -> list[jax.Array]:
-    """The last stage's leaves, [M, ...].
+    """The last stage's outputs of all microbatches, [M, ...], on every rank of the pipeline.
 
     Args:
       packing: how one microbatch's lie.
@@ -107,7 +107,7 @@ def _summed_outputs(rows: jax.Array, axis: str) -> jax.Array:
 
 
 def nothing(sizes: Sizes) -> Buffers:
-    """What an idle rank writes and sends; it goes to the trash and is never read."""
+    """Zero buffers, which an idle rank writes and sends; they go to the trash slot and are never read."""
     return {group: vary(jnp.zeros(group.shape(size), group.dtype), group.axes) for group, size in sizes.items()}
 
 
@@ -118,27 +118,27 @@ def slots(sizes: Sizes, count: int) -> Buffers:
 
 
 def store(buffers: Buffers, values: Buffers, slot: ArrayLike) -> Buffers:
-    """The buffers with one slot replaced."""
+    """Replaces one slot of the buffers."""
     put = partial(jax.lax.dynamic_update_index_in_dim, axis=0, allow_negative_indices=False)
     return {group: put(buffer, values[group], slot) for group, buffer in buffers.items()}
 
 
 def lend(buffers: Buffers, slot: ArrayLike) -> tuple[Buffers, ArrayLike]:
-    """What a branch writes one slot of, and which: the buffers themselves, or an empty slot of its own."""
+    """The buffers and the slot that a branch writes to: the buffers themselves, or one empty slot that is copied back."""
     if BRANCHES_WRITE_IN_PLACE:
         return buffers, slot
     return slots({group: buffer.shape[-1] for group, buffer in buffers.items()}, 1), jnp.zeros_like(slot)
 
 
 def take_back(buffers: Buffers, written: Buffers, slot: ArrayLike) -> Buffers:
-    """The buffers after a branch wrote to what was lent to it."""
+    """The buffers after a branch wrote to those lent to it (`lend`)."""
     return (
         written if BRANCHES_WRITE_IN_PLACE else store(buffers, {group: one[0] for group, one in written.items()}, slot)
     )
 
 
 def shift_ring(values: Buffers, axis: str, num_ranks: int, step: int, wraps: bool) -> Buffers:
-    """Send to the next rank (`step` 1) or the previous one (-1).
+    """Sends buffers to the next rank (`step` 1) or the previous one (-1).
 
     Args:
       values: this rank's.
@@ -170,7 +170,7 @@ def refuse_disagreement(
     microbatches: Mapping[str, PyTree],
     keep_read: bool,
 ) -> None:
-    """Name everything that does not fit the timetable.
+    """Refuse stages, buffers and microbatches that do not fit the timetable.
 
     Args:
       timetable: what is to run.
@@ -218,7 +218,7 @@ def _wrong_layout(name: str, layout: StageBuffers, given: Buffers, timetable: Ti
 
 
 def one_of(index: Any, functions: Sequence[Callable[[], Any]], looks: Sequence[Hashable]) -> Any:
-    """What `jax.lax.switch(index, functions)` returns.
+    """`jax.lax.switch(index, functions)`, in which functions of equal programs are compiled once.
 
     Args:
       index: which function. Ranks may choose differently.
@@ -310,7 +310,7 @@ def _same_equation(one: Equation, other: Equation) -> bool:
 
 
 def _same_options(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Apart from the programs among them."""
+    """Whether the options of two equations are equal, apart from programs among them."""
     if one.keys() != other.keys():
         return False
     return all((_is_body(one[key]) and _is_body(other[key])) or _same_option(one[key], other[key]) for key in one)
@@ -334,7 +334,7 @@ def _is_body(option: Any) -> bool:
 
 @dataclass(frozen=True)
 class Running:
-    """The parameters of one program on one rank, inside `shard_map`.
+    """Reads the parameters of one program on one rank, and reduces their gradients, inside `shard_map`.
 
     Attributes:
       placement: how parameters are read and gradients reduced.
@@ -348,7 +348,7 @@ class Running:
 
     @property
     def staging(self) -> Staging:
-        """Where parameters rest."""
+        """The buffers in which parameters rest, and their stages."""
         assert self.placement.stages is not None
         return self.placement.stages
 
@@ -365,14 +365,14 @@ class Running:
 
     @cached_property
     def layout(self) -> StageBuffers:
-        """Where they lie during the step."""
+        """The buffers of the stages' parameters during the step."""
         counts = {i: sum(i in leaves for leaves in self.held) for i in range(len(self.staging.names))}
         shared = {i: self.staging.names[i] for i, count in counts.items() if count > 1}
         trees = [[self._stored(i, shared.get(i)) for i in leaves] for leaves in self.held]
         return StageBuffers.of(trees, self.staging.num_ranks)
 
     def read(self, params: Named, frozen: Named) -> Buffers:
-        """What the stages read, from this rank's resting buffers.
+        """Reads the parameters of this rank's stages from its resting buffers.
 
         Communicates: what the plan's strategies do to gather, and one all-reduce over `pipe` per copied parameter.
         """
@@ -395,7 +395,7 @@ class Running:
             return self._varied(sum_shared(self.layout, buffers, AXIS))
 
     def stage(self, number: int, apply: StageFunction) -> Stage:
-        """A stage of the program, with its gathers where they belong in its ticks."""
+        """A stage of the program; its gathers are in its ticks if the plan gathers there."""
         place = {leaf: i for i, leaf in enumerate(self.held[number])}
         blocks = {path: [place[leaf] for leaf in leaves if leaf in place] for path, leaves in self.blocks.items()}
         blocks = {path: leaves for path, leaves in blocks.items() if leaves}
@@ -446,7 +446,7 @@ class Running:
         return {group: vary(buffer, (AXIS, *outermost, *group.axes)) for group, buffer in packed.items()}
 
     def _over_inner(self, grads: Sequence[Any], layouts: Sequence[Layout], bucket: int) -> list[jax.Array]:
-        """Summed over all axes but the outermost, where that reduces buffers."""
+        """Sums gradients over all axes but the outermost, if that one reduces buffers."""
         placement, inner = self.placement, self._inner_axes
         synced = placement.sync(parts_of(placement, grads), layouts, bucket, axes=inner)
         return [grad.taken(lacking(placement, inner)) for grad in synced]
@@ -469,7 +469,7 @@ class Running:
 
     @cached_property
     def _outermost(self) -> AxisNames | None:
-        """The outermost axis, where it holds parameters whole: over it a rank's buffers are reduced as they are."""
+        """The outermost axis if it keeps parameters replicated: over it a rank's buffers are reduced as they are."""
         axis = next(iter(self.placement.strategies), None)
         whole = axis is not None and self.placement.strategies[axis].role.parameters == "whole"
         return axis if whole else None
@@ -490,7 +490,7 @@ class Running:
 
     @cached_property
     def _resting_groups(self) -> dict[BufferGroup, BufferGroup] | None:
-        """By the buffer of what is read that of what rests, where trained leaves lie at the same places; else None.
+        """The resting buffer of every buffer that is read, if trained leaves lie at the same places in both; else None.
 
         Where ranks differ in what they move, XLA makes new buffers beside the old ones.
         """
@@ -506,7 +506,7 @@ class Running:
         return found if alike and all(self.layout.sizes[a] == sizes[b] for a, b in found.items()) else None
 
     def _slots(self, rank: int) -> dict[int, Slot]:
-        """Where the leaves that a rank holds during the step lie."""
+        """The slots of the leaves that a rank holds during the step."""
         found: dict[int, Slot] = {}
         for stage in self.layout.stages(rank):
             found |= zip(self.held[stage], self.layout.packings[stage].slots, strict=True)
@@ -539,14 +539,14 @@ class Running:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a stage makes of its microbatch alone stays whole on every rank of an axis that is left to XLA's partitioner.
+# Values that a stage computes from its microbatch alone are replicated over an axis that is left to XLA's partitioner.
 #
-# Of split labels that are shifted the partitioner would make a permute inside one stage's branch.
+# If labels were split, the partitioner would shift them by a permute inside one stage's branch.
 # --------------------------------------------------------------------------------------------------
 
 
-class WholeBatch:
-    """Runs the equations of one stage (see `run`): results that are no larger than what they are made of stay whole.
+class ReplicatedBatch:
+    """Runs the equations of one stage (see `run`), and replicates results of the microbatch alone over the automatic axis.
 
     Args:
       batch: numbers of the microbatch's leaves.
@@ -554,19 +554,19 @@ class WholeBatch:
     """
 
     def __init__(self, batch: Collection[int], constants: Collection[int]):
-        self._whole, self._constants = set(batch), set(constants)
+        self._replicated, self._constants = set(batch), set(constants)
 
     def __call__(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
-        """The results of an equation that reads the microbatch and constants alone; None for all others."""
+        """The results of an equation on the microbatch and constants alone, replicated unless they grow; None: of others."""
         read = set(equation.read) - self._constants
         if not read:
             self._constants.update(equation.outputs)
-        if not read or not read <= self._whole:
+        if not read or not read <= self._replicated:
             return None
         made = equation.op.bind(operands)
         if max(x.size for x in made) > max(given.size for given in equation.op.given):
             return made
-        self._whole.update(equation.outputs)
+        self._replicated.update(equation.outputs)
         return [on_every_rank(x) for x in made]
 
 
@@ -577,7 +577,7 @@ class WholeBatch:
 
 @dataclass(frozen=True)
 class Member:
-    """One stage in its place.
+    """One stage with its program, and how its arrays are packed.
 
     Attributes:
       stage: the stage as given.
@@ -604,13 +604,13 @@ class Member:
 
     @property
     def looks(self) -> tuple:
-        """What stages that run the same program have in common."""
+        """A key of what stages that run the same program have in common: equations and shapes."""
         arrays = tuple(tuple((slot.group, slot.shape) for slot in packing.slots) for packing in self._packings)
         return len(self.traced.body.equations), arrays
 
     @property
     def runs(self) -> tuple:
-        """What it runs: equal only where two stages were traced as one, read alike, and lie at the same places."""
+        """A key that is equal only for stages that were traced as one, read alike, and lie at the same places."""
         placed = lambda slot: slot._replace(place=None, offset=slot.offset if slot.place is None else id(slot.place))
         arrays = tuple(tuple(map(placed, packing.slots)) for packing in (*self._packings, self.dy))
         return id(self.forward or self.traced), id(self.stage.read), id(self.stage.sync), arrays
@@ -621,18 +621,18 @@ class Member:
 
     @property
     def dx(self) -> Packing:
-        """How the gradients of what it receives are packed."""
+        """The packing of the gradients of what it receives."""
         return _part(self.x, self.traced.varied_x)
 
     @property
     def dy(self) -> Packing:
-        """How the gradients of what it sends are packed."""
+        """The packing of the gradients of what it sends."""
         return _part(self.y, self.traced.varied_y).at(self.places)
 
 
 @dataclass(frozen=True)
 class TracedLine:
-    """All stages, and the sizes that every rank's buffers need.
+    """All stages as traced, and the sizes of the buffers that every rank needs.
 
     Attributes:
       members: the stages in order.
@@ -645,33 +645,33 @@ class TracedLine:
 
     @property
     def activations(self) -> Sizes:
-        """Of what is sent forward."""
+        """The buffer sizes that hold any stage's input activations."""
         return largest(member.x.sizes for member in self.members)
 
     @property
     def cotangents(self) -> Sizes:
-        """Of what is sent backward."""
+        """The buffer sizes that hold the gradients of any stage's input activations."""
         return largest(member.dx.sizes for member in self.members)
 
     @property
     def residuals(self) -> Sizes:
-        """Of what is kept."""
+        """The buffer sizes that hold the residuals that any stage keeps for its backward."""
         return largest(member.residuals.sizes for member in self.members if member.residuals is not None)
 
     @property
     def read(self) -> Sizes:
-        """Of the weights that a stage reads."""
+        """The buffer sizes that hold the weights that any stage reads."""
         return largest(member.read.sizes for member in self.members)
 
     @property
     def outputs(self) -> Sizes:
-        """Of what the last stage returns."""
+        """The buffer sizes that hold the last stage's outputs."""
         return self.members[-1].y.sizes
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank has when stages are traced or run, inside `shard_map`.
+    """The weights, states and microbatches that a rank has when stages are traced or run, inside `shard_map`.
 
     Attributes:
       layout, states_layout: where parameters and states lie.
@@ -702,7 +702,7 @@ class Held:
         return rows if self.positions is None else [on_every_rank(x) for x in rows]
 
     def packing(self, arrays: Sequence[Any], known: Sequence[int | None] = ()) -> Packing:
-        """Of what a stage sends or keeps, `known` dims of which are split."""
+        """The packing of arrays that a stage sends or keeps; `known` are dims of them that are split."""
         if self.positions is None:
             return Packing.of(arrays, self.axis)
         dims = [self.positions.dim_of(array.shape) for array in arrays]
@@ -712,11 +712,11 @@ class Held:
 
 
 Forms = Callable[[TracedLine], Sequence[Form]]
-"""Of every stage, given the line without what stages keep."""
+"""The form of every stage's forward, from the line without residuals."""
 
 
 def trace_line(stages: Sequence[Stage], held: Held, forms: Forms | None) -> TracedLine:
-    """Trace every stage on what the one before sends.
+    """Traces every stage on the outputs of the one before.
 
     Args:
       stages: in order.
@@ -754,7 +754,7 @@ def _line(members: Sequence[Member], held: Held) -> TracedLine:
 def _differentiated(
     forms: Sequence[Form], members: Sequence[Member], given: Sequence[Inputs], held: Held
 ) -> tuple[Member, ...]:
-    """The members with their forwards, of which those that run and keep the same are one."""
+    """The members with their forwards; stages that run the same program and keep alike share one."""
     known: dict[tuple, tuple[TracedForward, Packing]] = {}
     found: list[Member] = []
     for member, inputs, form in zip(members, given, forms, strict=True):
@@ -768,7 +768,7 @@ def _differentiated(
 
 
 def _member(stage: Stage, held: Held, members: Sequence[Member]) -> tuple[Member, Inputs]:
-    """The next member, whose program is an earlier one's that does the same, and what it is given."""
+    """The next member and its inputs; it shares the program of an earlier stage that does the same."""
     number, before = len(members), members[-1] if members else None
     weights, state = held.layout.packings[number], held.states_layout.packings[number]
     x = Packing(()) if before is None else before.y
@@ -785,14 +785,14 @@ def _member(stage: Stage, held: Held, members: Sequence[Member]) -> tuple[Member
 
 
 def _does_the_same(one: TracedStage, other: TracedStage) -> bool:
-    """Whether two stages compute the same of the same, and have gradients of the same."""
+    """Whether two stages run equal programs on equally packed inputs and outputs."""
     trees = [(each.y_tree, each.aux_tree, each.state_tree) for each in (one, other)]
     read = [(each.numbers, each.body.prelude.varied) for each in (one, other)]
     return trees[0] == trees[1] and read[0] == read[1] and alike(one.program, other.program)
 
 
 def _arguments(number: int, held: Held, before: Member | None) -> Callable[[Inputs], tuple]:
-    """What a stage is called with, out of the leaves of its inputs."""
+    """A function from the leaves of a stage's inputs to the arguments of its `apply`."""
 
     def arguments(leaves: Inputs) -> tuple:
         batch, key = held.given_tree.unflatten(leaves.given)
@@ -804,7 +804,7 @@ def _arguments(number: int, held: Held, before: Member | None) -> Callable[[Inpu
 
 
 def _check_state(number: int, traced: TracedStage, given: Sequence[jax.Array]) -> None:
-    """A rank's states lie in one buffer all the time: they may change in value only."""
+    """Refuse a stage that changes more of its state than values: a rank's states lie in one buffer all the time."""
     avals = [traced.aval(atom) for atom in traced.places.state]
     before = [f"{x.dtype}{list(x.shape)}" for x in given]
     after = [f"{x.dtype}{list(x.shape)}" for x in avals]
@@ -819,7 +819,7 @@ def _check_state(number: int, traced: TracedStage, given: Sequence[jax.Array]) -
 
 
 def _part(packing: Packing, places: Sequence[int]) -> Packing:
-    """A packing of some of the arrays alone."""
+    """The packing of some of the arrays alone, from offset 0."""
     ends: dict = {}
     slots = []
     for slot in (packing.slots[i] for i in places):
@@ -833,7 +833,7 @@ def _is_float(aval: Any) -> bool:
 
 
 def _summed_losses(dtype: Any) -> Any:
-    """Metrics are summed: of booleans that is a count."""
+    """The dtype of the sum of a metric over microbatches: of booleans a count."""
     return jnp.int32 if dtype == jnp.bool_ else dtype
 
 
@@ -846,11 +846,11 @@ def _summed_losses(dtype: Any) -> Any:
 # --------------------------------------------------------------------------------------------------
 
 LIMIT = 2**31
-"""Elements of a buffer that an index of 32 bits does not reach."""
+"""Buffer elements from which on an index of 32 bits does not reach."""
 
 
 def with_places(line: TracedLine, rank: jax.Array, num_ranks: int, axis: str) -> TracedLine:
-    """The line, whose members read and write at places that the running program says.
+    """The line with the offsets of its members' arrays as values of the running program, on CPUs.
 
     Args:
       line: the stages; stage p is one of rank p mod S.
@@ -871,7 +871,7 @@ def with_places(line: TracedLine, rank: jax.Array, num_ranks: int, axis: str) ->
 
 
 def _values(chunk: Sequence[Sequence[int]], rank: jax.Array, axis: str) -> list[jax.Array]:
-    """The offsets of the rank's own stage among one stage per rank: as many values as the stage with most of them has."""
+    """The offsets of this rank's own stage, among one stage per rank; padded to the stage with most of them."""
     count = max(map(len, chunk))
 
     def own(rank: int) -> list[jax.Array]:
@@ -902,17 +902,17 @@ def _placed(member: Member, places: dict[int, jax.Array]) -> Member:
 # --------------------------------------------------------------------------------------------------
 
 Read = Callable[[Member], Sequence[jax.Array]]
-"""The weights that a stage reads, in its own branch."""
+"""Gives the weights that a stage reads, in its own branch."""
 
 Accumulate = Callable[[Member, Buffers, Sequence[Any]], Buffers]
 """`accumulate(member, grads, gradients of what it read) -> grads`, in its own branch."""
 
 Part = Literal["both", "input", "weight"]
-"""Of a backward: both gradients, that of the input alone, or that of the weights alone."""
+"""Which gradients a backward computes: both, those of the inputs alone, or those of the weights alone."""
 
 
 class Made(NamedTuple):
-    """What a forward leaves.
+    """The results of a tick's forward.
 
     Attributes:
       y: for the next stage.
@@ -940,7 +940,7 @@ def forward(
     work: Work,
     read: Read,
 ) -> Made:
-    """One forward, of the stage that `work` names.
+    """Runs one forward, of the stage that `work` names.
 
     Args:
       line: the stages.
@@ -997,7 +997,7 @@ def backward(
     read: Read,
     accumulate: Accumulate,
 ) -> tuple[Buffers, Buffers]:
-    """One backward, of the stage that `work` names.
+    """Runs one backward, of the stage that `work` names.
 
     Args:
       line: the stages.
@@ -1032,7 +1032,7 @@ def backward(
 
 
 def _zero(member: Member, place: int) -> jax.Array:
-    """Returns zeros as the gradient of what the last stage returns, which nobody differentiates."""
+    """Zeros as the gradients of the last stage's outputs, which are not differentiated."""
     return member.traced.body.cotangent(member.traced.places.y[place])  # pyright: ignore[reportArgumentType]
 
 
@@ -1053,7 +1053,7 @@ def _switch(line: TracedLine, work: Work, run: Callable[[Member], Any], idle: Ca
 
 
 class Kept(NamedTuple):
-    """What a rank keeps of the stages that it is busy with.
+    """The weights and gradients that a rank keeps of the stages that it is at.
 
     Attributes:
       forward, backward: weights as read, of the last forward's stage and of the last backward's.
@@ -1067,7 +1067,7 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class EachTick:
-    """Parameters are gathered in every forward and backward of a stage, and gradients reduced right after.
+    """Gathers parameters in every forward and backward of a stage, and reduces gradients right after.
 
     Attributes:
       held: this rank's weights.
@@ -1076,37 +1076,37 @@ class EachTick:
     held: Held
 
     def start(self) -> Kept | None:
-        """What is kept before the first tick."""
+        """The value that is kept before the first tick."""
         return None
 
     def turned(self, kept: Any, table: Table) -> Any:
-        """What is kept while this tick works."""
+        """The value that is kept while this tick works."""
         return kept
 
     def forward(self, kept: Any) -> Read:
-        """Gives a forward its weights."""
+        """The reader of a forward's weights."""
         return lambda member: _read(member, self.held)
 
     def backward(self, kept: Any) -> Read:
-        """Gives a backward its weights."""
+        """The reader of a backward's weights."""
         return self.forward(kept)
 
     def adding(self, kept: Any, grads: Buffers) -> Buffers:
-        """What this tick's backward adds gradients to."""
+        """The buffers to which this tick's backward adds gradients."""
         return grads
 
     def accumulate(self, member: Member, grads: Buffers, of_weights: Sequence[Any]) -> Buffers:
-        """How it adds them."""
+        """Adds the gradients of a stage's weights."""
         return _accumulated(member, grads, of_weights)
 
     def added(self, kept: Any, grads: Buffers, added: Buffers, table: Table) -> tuple[Buffers, Any]:
-        """The rank's gradients and what is kept, after it."""
+        """The rank's gradients, and the value that is kept, after this tick's backward."""
         return added, kept
 
 
 @dataclass(frozen=True)
 class EachTurn:
-    """Parameters are gathered when a rank turns to a stage, gradients reduced when it leaves it; methods as `EachTick`'s.
+    """Gathers parameters when a rank turns to a stage, and reduces gradients when it leaves it; methods as `EachTick`'s.
 
     Attributes:
       line: the stages.
@@ -1119,12 +1119,12 @@ class EachTurn:
     grads: Buffers
 
     def start(self) -> Kept:
-        """Nothing."""
+        """Empty buffers of weights and gradients."""
         sizes = largest(self._packing(member).sizes for member in self.line.members)
         return Kept(nothing(self.line.read), nothing(self.line.read) if self.grads else {}, nothing(sizes))
 
     def turned(self, kept: Any, table: Table) -> Any:
-        """Communicates: what `Stage.read` does, in the branch of a stage that begins."""
+        """Gathers the weights of a stage that begins. Communicates: what `Stage.read` does, in that stage's branch."""
         assert table.turns is not None
         forward = self._begun(kept.forward, table.turns.forward)
         return kept._replace(
@@ -1132,23 +1132,23 @@ class EachTurn:
         )
 
     def forward(self, kept: Any) -> Read:
-        """Out of what is kept."""
+        """Unpacks the weights that are kept."""
         return lambda member: member.read.unpack(kept.forward)
 
     def backward(self, kept: Any) -> Read:
-        """Out of what is kept."""
+        """Unpacks the weights that are kept."""
         return lambda member: member.read.unpack(kept.backward)
 
     def adding(self, kept: Any, grads: Buffers) -> Buffers:
-        """To the gradients that are kept."""
+        """The gradients that are kept since the rank turned to the stage."""
         return kept.grads
 
     def accumulate(self, member: Member, grads: Buffers, of_weights: Sequence[Any]) -> Buffers:
-        """As they were read."""
+        """Adds gradients in the form in which weights were read."""
         return self._packing(member).add(grads, [of_weights[i] for i in self._trained(member)])
 
     def added(self, kept: Any, grads: Buffers, added: Buffers, table: Table) -> tuple[Buffers, Any]:
-        """Communicates: what `Stage.sync` does, in the branch of a stage that the rank leaves."""
+        """Reduces the gradients of a stage that the rank leaves. Communicates: what `Stage.sync` does, in its branch."""
         if table.turns is None or table.turns.left is None:
             return grads, kept
 
@@ -1159,8 +1159,8 @@ class EachTurn:
             zeros = {group: vary_like(jnp.zeros_like(buffer), buffer) for group, buffer in added.items()}
             return _accumulated(member, grads, of_weights), zeros
 
-        new, left = self._switch(table.turns.left, sync, (grads, added))
-        return new, kept._replace(grads=left)
+        new, begun = self._switch(table.turns.left, sync, (grads, added))
+        return new, kept._replace(grads=begun)
 
     def _begun(self, kept: Buffers, begins: Any) -> Buffers:
         def read(member: Member) -> Buffers:
@@ -1177,7 +1177,7 @@ class EachTurn:
         return [i for i, slot in enumerate(member.weights.slots) if slot.group in self.grads]
 
     def _packing(self, member: Member) -> Packing:
-        """How gradients of what a stage read are packed, in the dtype in which they accumulate."""
+        """The packing of the gradients of read weights, in the dtype in which they accumulate."""
         ends: dict = {}
         slots: list[Slot] = []
         for i in self._trained(member):
@@ -1205,7 +1205,7 @@ def _accumulated(member: Member, grads: Buffers, of_weights: Sequence[Any]) -> B
 
 
 class PipelineResult(NamedTuple):
-    """What a pipeline gives on one rank.
+    """The results of a pipeline on one rank.
 
     Attributes:
       loss: seed times the sum over stages and microbatches, the same on every rank of the pipeline.
@@ -1224,7 +1224,7 @@ class PipelineResult(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What one tick leaves to the next."""
+    """The state that a tick hands to the next one."""
 
     activations: Buffers
     cotangents: Buffers
@@ -1254,7 +1254,7 @@ def run_pipeline(
     keep_read: bool = False,
     positions: PositionParts | None = None,
 ) -> PipelineResult:
-    """Run all microbatches through all stages, inside `shard_map` with `axis` bound.
+    """Runs all microbatches through all stages, inside `shard_map` with `axis` bound.
 
     Args:
       stages: S*V stages, in order.
@@ -1295,7 +1295,7 @@ def run_pipeline(
 def _forms(
     remat: Remat, timetable: Timetable, held: Held, grad_dtype: Callable[[str], Any], line: TracedLine
 ) -> Sequence[Form]:
-    """A stage keeps all but what is elementwise, or, block by block, what is said."""
+    """The forms of the stages' forwards: without `remat` they keep all but elementwise results, else what it says of blocks."""
     if remat is None:
         return [Form(member.traced, transform_of(None, apart=True)) for member in line.members]
     from axonml_jax.pipeline.keep import Keeping, forms
@@ -1312,7 +1312,7 @@ def _forms(
 
 
 def no_gradients(held: Held, grad_dtype: Callable[[str], Any]) -> Buffers:
-    """A rank's gradients before the first backward."""
+    """Zeros for a rank's gradients, before the first backward."""
     found = {}
     for group, buffer in held.weights.items():
         if not group.frozen and jnp.issubdtype(group.dtype, jnp.inexact):
@@ -1321,7 +1321,7 @@ def no_gradients(held: Held, grad_dtype: Callable[[str], Any]) -> Buffers:
 
 
 class _Run:
-    """One pipeline on one rank."""
+    """The run of one pipeline on one rank."""
 
     def __init__(
         self,
@@ -1339,7 +1339,7 @@ class _Run:
         self.table = make_table(timetable, keep_read)
 
     def all_ticks(self) -> PipelineResult:
-        """The scan, and what is done once after it."""
+        """Scans over all ticks, and reduces the results over the pipeline."""
         rank = axis_index(self.held.axis)
         own = partial(jax.lax.dynamic_index_in_dim, index=rank, axis=1, keepdims=False, allow_negative_indices=False)
         mine = jax.tree.map(lambda grid: own(jnp.asarray(grid)), self.table)
@@ -1370,7 +1370,7 @@ class _Run:
         )
 
     def _tick(self, carry: _Carry, table: Table) -> _Carry:
-        """The steps that `Table` lists."""
+        """Does the five steps of a tick that `Table` lists."""
         line, timetable, held, reading = self.line, self.timetable, self.held, self.reading
         kept = reading.turned(carry.kept, table)
         read = reading.forward(kept)
@@ -1399,7 +1399,7 @@ class _Run:
         )
 
     def _backwards(self, carry: _Carry, table: Table) -> tuple[Buffers, Buffers, Any]:
-        """The gradient to send, the rank's gradients and what is kept, after the tick's backward or both its parts."""
+        """Runs the tick's backward, or both its parts: the gradient to send, the rank's gradients, and the kept value."""
         if table.backward is None:
             return nothing({}), carry.grads, carry.kept
         reading, kept = self.reading, carry.kept
@@ -1428,7 +1428,7 @@ microbatches, y comes back stacked by microbatch."""
 
 @dataclass(frozen=True)
 class Piped:
-    """What a pipeline gives on one rank.
+    """The results of a pipelined microbatch function on one rank.
 
     Attributes:
       aux: summed over microbatches, the same on every rank of the pipeline.
@@ -1447,7 +1447,7 @@ def run_pieces(
     fun: Microbatch, placement: "Placement", variables: Variables, keys: jax.Array, batch: PyTree, timetable: Timetable,
     blocks: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> Piped:  # fmt: skip
-    """Cut `fun` at the plan's stages and run it on all microbatches.
+    """Cuts `fun` at the plan's stages and runs it on all microbatches.
 
     Args:
       fun: of one microbatch.
@@ -1491,7 +1491,7 @@ class _PiecesRun:
         self.running = Running(placement, self.pieces.pieces, blocks)
 
     def run(self, timetable: Timetable) -> Piped:
-        """All ticks, and what is done once around them."""
+        """Runs all ticks; reads the parameters before, and reduces their gradients after."""
         stages = [self.running.stage(p, self._stage(p)) for p in range(self.staging.num_stages)]
         layout = self._states_layout()
         result = run_pipeline(
@@ -1514,7 +1514,7 @@ class _PiecesRun:
         return Piped(result.aux, result.outputs, grads, self._new_state(layout, result))
 
     def _cut(self, states: list[jax.Array]) -> tuple[Pieces, list[jax.Array]]:
-        """The pieces; states are typed as varying over what they vary over after a microbatch."""
+        """Cuts the microbatch; its states are typed as varying over the axes over which they vary after a microbatch."""
         names = list(named_leaves(self.variables.state))
         given = [x[0] for x in (*self.batch, vary(self.keys, (AXIS, *self.placement.axes.batch)))]
         for _ in range(len(states) + 1):
@@ -1545,7 +1545,7 @@ class _PiecesRun:
         return tuple(results), jax.tree.leaves(state)
 
     def _examples(self) -> list[jax.Array]:
-        """Stand-ins of what the model reads: nothing but shapes, dtypes and varying axes of them is used."""
+        """Stand-ins for the parameters that the model reads: only shapes, dtypes and varying axes of them are used."""
         placement, found = self.placement, []
         for layout in self.staging.layouts:
             whole = cast_floating(
@@ -1567,8 +1567,8 @@ class _PiecesRun:
             env |= zip(pieces.given, (*batch, key), strict=True)
             env |= zip(piece.received, x or (), strict=True)
             env |= zip((pieces.states[i] for i in piece.states), state, strict=True)
-            whole = WholeBatch(pieces.given[:-1], pieces.program.constants)
-            run(piece.equations, env, None if self.positions is None else whole)
+            replicated = ReplicatedBatch(pieces.given[:-1], pieces.program.constants)
+            run(piece.equations, env, None if self.positions is None else replicated)
             state = [result_of(pieces.new_states[i], env) for i in piece.states]
             if not last:
                 return StageOutput([env[n] for n in piece.sent], state=state)
@@ -1596,7 +1596,7 @@ class _PiecesRun:
         return self.pieces.pieces[number]
 
     def _new_state(self, layout: StageBuffers, result: PipelineResult) -> PyTree:
-        """Communicates: one all-reduce over `pipe` per changed leaf."""
+        """The model's state after the run. Communicates: one all-reduce over `pipe` per changed leaf."""
         leaves = list(self.states)
         for number, piece in enumerate(self.pieces.pieces):
             for i, slot in zip(piece.states, layout.packings[number].slots, strict=True):
@@ -1606,7 +1606,7 @@ class _PiecesRun:
 
 
 def _from_rank(x: jax.Array, rank: int) -> jax.Array:
-    """The value of one rank of the pipeline on all of them."""
+    """Gives the value of one rank of the pipeline to all of them."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(_from_rank(jax.random.key_data(x), rank), impl=jax.random.key_impl(x))
     with jax.named_scope("axonml.buffers"):

@@ -1,4 +1,4 @@
-"""Schedules: GPipe, 1F1B, interleaved, zero bubble, and the policy that names one; no JAX here."""
+"""Schedules of a pipeline: GPipe, 1F1B, interleaved, zero bubble; their tables, and the policy that names one; no JAX here."""
 
 import abc
 import enum
@@ -20,7 +20,7 @@ from axonml_jax.pipeline.timetable import Action, Buffer, StageCosts, Ticks, Tim
 
 
 class PipelineSchedule(enum.Enum):
-    """In which order microbatches pass through a pipeline. A schedule changes time and memory, never what is computed.
+    """The order in which microbatches pass through a pipeline. It changes time and memory, never what is computed.
 
     Attributes:
       GPIPE: all forwards, then all backwards (Huang et al. 2019); with several chunks, PyTorch's looped BFS.
@@ -36,7 +36,7 @@ class PipelineSchedule(enum.Enum):
 
     @classmethod
     def of(cls, schedule: "PipelineSchedule | str") -> "PipelineSchedule":
-        """A schedule from itself, its value or its name.
+        """Looks up a schedule by itself, its value or its name.
 
         >>> PipelineSchedule.of("1f1b") is PipelineSchedule.of("one_f_one_b") is PipelineSchedule.ONE_F_ONE_B
         True
@@ -147,7 +147,7 @@ class AbstractSchedule(abc.ABC):
 
 
 def one_chunk(schedule: AbstractSchedule) -> list[str]:
-    """The problem of a schedule that knows one stage per rank, if there is one."""
+    """The problem of a schedule that has one stage per rank, where there are several chunks."""
     if schedule.num_chunks == 1:
         return []
     return [
@@ -179,7 +179,7 @@ class Work(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """Where ranks turn to another of their stages, each field int32 [tick, rank]; `num_stages` where they do not.
+    """The ticks in which ranks turn to another of their stages, each field int32 [tick, rank]; `num_stages` elsewhere.
 
     Attributes:
       forward, backward: the stage that forwards, or backwards, begin; None: forwards only.
@@ -192,7 +192,7 @@ class Turns(NamedTuple):
 
 
 class Table(NamedTuple):
-    """What every rank does at every tick. A buffer's trash slot is the one behind its last, index `Buffer.size`.
+    """The work of every rank at every tick. A buffer's trash slot is the one behind its last, index `Buffer.size`.
 
     One tick on every rank: (1) `forward`; (2) `backward`, which may read what (1) wrote; (3) `weight`; (4) shift the
     forward's output to the next rank of the ring and the backward's cotangent to the previous one; (5) store what comes
@@ -216,7 +216,7 @@ class Table(NamedTuple):
 
 
 def make_table(timetable: Timetable, with_turns: bool = False) -> Table:
-    """The table of a timetable.
+    """Builds the table of a timetable.
 
     Args:
       timetable: the timetable.
@@ -237,7 +237,7 @@ def make_table(timetable: Timetable, with_turns: bool = False) -> Table:
 
 
 def turns(stage: np.ndarray, num_stages: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where every rank turns to another of its stages, and where it leaves one.
+    """The ticks in which every rank begins one of its stages, and in which it leaves one.
 
     Args:
       stage: `Work.stage`.
@@ -275,7 +275,7 @@ def _work(timetable: Timetable, tick: np.ndarray, received: Buffer) -> Work:
 
 
 def _arrivals(timetable: Timetable, sent: np.ndarray, received: Buffer, *, step: int) -> np.ndarray:
-    """What stage p sends arrives at the end of the same tick on the rank of stage p + step, in that stage's slot."""
+    """The slots of arrivals: what stage p sends arrives in the same tick on the rank of stage p + step."""
     stage = np.arange(timetable.num_stages)[:, None]
     senders = slice(None, -1) if step == 1 else slice(1, None)
     receivers = slice(1, None) if step == 1 else slice(None, -1)
@@ -303,11 +303,11 @@ class GPipe(AbstractSchedule):
     name: ClassVar = PipelineSchedule.GPIPE
 
     def problems(self) -> list[str]:
-        """None: every size works."""
+        """No problems: every size works."""
         return []
 
     def order(self, rank: int) -> tuple[Action, ...]:
-        """Forwards chunk by chunk, then backwards from the last chunk to the first."""
+        """All forwards chunk by chunk, then all backwards from the last chunk to the first."""
         stages, microbatches = self.stages(rank), range(self.num_microbatches)
         forwards = [Action(stage, "F", m) for stage in stages for m in microbatches]
         return (*forwards, *(Action(stage, "B", m) for stage in reversed(stages) for m in microbatches))
@@ -346,7 +346,7 @@ class Interleaved(AbstractSchedule):
     name: ClassVar = PipelineSchedule.INTERLEAVED_ONE_F_ONE_B
 
     def problems(self) -> list[str]:
-        """At least two ranks and two chunks."""
+        """Requires two ranks and two chunks at least."""
         ranks, chunks = self.num_ranks, self.num_chunks
         found = []
         if ranks < 2:
@@ -356,7 +356,7 @@ class Interleaved(AbstractSchedule):
         return found
 
     def order_problems(self) -> list[str]:
-        """Whole groups of S microbatches."""
+        """Requires whole groups of S microbatches."""
         ranks, microbatches = self.num_ranks, self.num_microbatches
         if microbatches % ranks == 0:
             return []
@@ -426,7 +426,7 @@ class OneFOneB(AbstractSchedule):
     name: ClassVar = PipelineSchedule.ONE_F_ONE_B
 
     def problems(self) -> list[str]:
-        """One chunk per rank."""
+        """Requires one chunk per rank."""
         return one_chunk(self)
 
     def order(self, rank: int) -> tuple[Action, ...]:
@@ -474,7 +474,7 @@ class ZeroBubble(AbstractSchedule):
     name: ClassVar = PipelineSchedule.ZERO_BUBBLE
 
     def problems(self) -> list[str]:
-        """One chunk per rank, and a known variant."""
+        """Requires one chunk per rank, and a known variant."""
         known = [] if self.variant in ("H1", "H2") else [f"variant={self.variant!r} must be 'H1' or 'H2'"]
         return one_chunk(self) + known
 
@@ -539,7 +539,7 @@ def make_timetable(schedule: AbstractSchedule, rows: Rows = "fused") -> Timetabl
 
 
 def _classic_ticks(schedule: AbstractSchedule) -> Ticks:
-    """The classic order with every action a tick long."""
+    """The ticks of the classic order, in which every action is a tick long."""
     split = any(action.work == "W" for action in schedule.order(0))
     each = StageCosts(1, 1, 1) if split else StageCosts(1, 1, 0)
     grids = {work: np.zeros((schedule.num_stages, schedule.num_microbatches), np.int64) for work in "FBIW"}
@@ -601,7 +601,7 @@ AXIS = STAGES
 
 @dataclass(frozen=True, kw_only=True)
 class Pipelined:
-    """The model is cut into stages that lie along the `pipe` axis; microbatches pass through them.
+    """The policy of a pipelined plan: how the model is cut into stages along `pipe`, and how microbatches pass through them.
 
     Communicates: per tick one collective-permute of activations and one of their gradients (per dtype); per step one
     all-reduce over `pipe` of the loss, one per metric and per parameter that several stages read, and one per changed
@@ -665,7 +665,7 @@ class Pipelined:
         return self.gather == "tick" or self.turns
 
     def gathers(self, num_ranks: int, num_microbatches: int) -> int | None:
-        """How often a step gathers all stages of a rank for forwards, and again for backwards; None: once for both.
+        """How many times a step gathers all stages of a rank for forwards, and again for backwards; None: once for both.
 
         >>> Pipelined(schedule="interleaved", chunks=2, gather="chunk").gathers(4, 10)
         3
@@ -676,11 +676,11 @@ class Pipelined:
 
     @property
     def in_words(self) -> str:
-        """As tables print it."""
+        """A description for tables."""
         return f"{self.schedule}{f' x {self.chunks} chunks' if self.chunks > 1 else ''}"
 
     def timetable(self, num_ranks: int, num_microbatches: int) -> Timetable:
-        """What is executed, and what the ledger prices; a schedule of your own comes in here (docs/guides/extending.md).
+        """The timetable that is executed and priced; a schedule of your own comes in here (docs/guides/extending.md).
 
         Raises:
           ValueError: for sizes that the schedule refuses, with the rule and the remedy.

@@ -1,4 +1,4 @@
-"""What a pipeline costs on paper: time, bubble and memory, and which schedule is fastest; no JAX here."""
+"""The cost of a pipeline on paper: time, bubble and memory, and the choice of the fastest schedule; no JAX here."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ KEPT = {"F": 1, "B": -1, "I": 0, "W": -1}
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a step costs on paper, in the unit of the costs.
+    """The cost of a step on paper, in the unit of the costs.
 
     Attributes:
       makespan: the longest that a rank is taken, from its first start to its last end: the pace at which steps can follow.
@@ -40,7 +40,7 @@ class Simulation:
 
 
 def simulate(work: Timetable | Sequence[Sequence[Action]], costs: StageCosts | None = None) -> Simulation:
-    """Simulate a timetable, or the classic order of every rank.
+    """Simulates a timetable, or the classic order of every rank.
 
     Ranks of a classic order start each action as soon as they are free and its inputs have arrived. Ranks of a timetable
     start each tick together: a tick takes as long as the slowest rank's work, and the shift at its end.
@@ -86,7 +86,7 @@ SEVERAL_CHUNKS: dict[PipelineSchedule, tuple[bool, ...]] = {
 
 @dataclass(frozen=True)
 class ScheduleCandidate:
-    """One way to run a step.
+    """One schedule with one kind of rows, and its cost.
 
     Attributes:
       schedule: its order.
@@ -114,7 +114,7 @@ class ScheduleCandidate:
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """The fastest way that was accepted, and the reason.
+    """The fastest candidate that was accepted, and the reason.
 
     Attributes:
       best: what to run.
@@ -185,7 +185,7 @@ def choose(
 def _candidates(
     planned: AbstractSchedule, costs: StageCosts, joined: int, split_overhead: Times | None
 ) -> Iterator[ScheduleCandidate]:
-    """Both kinds of rows of a schedule whose stages are `joined` of those that activations are counted in."""
+    """The candidates of a schedule in both kinds of rows; its stages are `joined` of those that activations count."""
     for rows in ROWS[:1] if planned.order_problems() else ROWS:
         timetable = make_timetable(planned, rows)
         charged = costs if timetable.weight is None else _split(costs, split_overhead)
@@ -197,7 +197,7 @@ def _candidates(
 
 
 def _split(costs: StageCosts, overhead: Times | None) -> StageCosts:
-    """Costs where W stands alone."""
+    """The costs with a separate W, which has an overhead."""
     extra = costs.input_gradient if overhead is None else overhead
     weight = costs.weight_gradient
     if isinstance(extra, Sequence) or isinstance(weight, Sequence):

@@ -1,4 +1,4 @@
-"""Timetables: actions in ticks, what each rank keeps, checked and drawn; no JAX here."""
+"""Timetables of a pipeline: actions in ticks, the slots of each rank's values, checks and drawings; no JAX here."""
 
 import functools
 import heapq
@@ -23,7 +23,7 @@ PATTERN = re.compile(r"(\d+)([FBIW])(\d+)")
 
 
 class Action(NamedTuple):
-    """What a rank does to one microbatch in one stage.
+    """One piece of work of a rank: a forward, a backward or a part of one, of one microbatch in one stage.
 
     >>> str(Action(2, "F", 0)), Action.parse("2F0") == Action(2, "F", 0)
     ('2F0', True)
@@ -40,7 +40,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """The action that prints as `text`.
+        """Parses the action that prints as `text`.
 
         Raises:
           ValueError: for anything that is not stage, one of F, B, I, W, and microbatch.
@@ -55,7 +55,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.work}{self.microbatch}"
 
     def needs(self, num_stages: int) -> tuple["Action", ...]:
-        """What must be done before: a `B` here stands for whatever gives the gradient of the input (`B` or `I`).
+        """The actions that must be done before; `B` stands for whatever gives the gradient of the input (`B` or `I`).
 
         >>> [str(action) for action in Action(1, "B", 0).needs(4)]
         ['1F0', '2B0']
@@ -63,7 +63,7 @@ class Action(NamedTuple):
         return _needs(self, num_stages)
 
     def gives(self) -> "Action":
-        """The action under which others wait for this one: `I` gives what `B` gives, except the gradient of the weights."""
+        """The action under which others wait for this one: `I` counts as `B`, as it gives the gradient of the input too."""
         return Action(self.stage, "B", self.microbatch) if self.work == "I" else self
 
 
@@ -89,7 +89,7 @@ def format_orders(orders: Sequence[Sequence[Action]]) -> str:
 
 
 def parse_orders(text: str) -> tuple[tuple[Action, ...], ...]:
-    """The orders that print as `text`: a line per rank, "-" for a rank without work; blank lines are skipped.
+    """Parses orders: a line per rank, "-" for a rank without work; blank lines are skipped.
 
     Raises:
       ValueError: for anything that is no action, naming the line.
@@ -111,7 +111,7 @@ def parse_orders(text: str) -> tuple[tuple[Action, ...], ...]:
 
 
 class Ticks(NamedTuple):
-    """At which tick of the executed loop every action happens: integers [stage, microbatch].
+    """The ticks of all actions in the executed loop: integers [stage, microbatch].
 
     Attributes:
       forward: of F.
@@ -130,7 +130,7 @@ class Ticks(NamedTuple):
 
 
 def draw_grid(rows: Mapping[str, Sequence[str]], *, ruler: str = "tick", width: int = 120) -> str:
-    """Labels in columns of one width, with the number of each column above.
+    """Draws labels in columns of one width, with the number of each column above.
 
     >>> print(draw_grid({"rank 0": ["0F0", "", "0B0"], "rank 1": ["", "1F0"]}))
     tick      0   1   2
@@ -165,7 +165,7 @@ def _text_line(name: str, labels: Sequence[str], head: int, cell: int) -> str:
 
 
 def colour(intervals: Sequence[tuple[int, int]]) -> list[int]:
-    """A slot for every interval such that intervals in one slot do not overlap.
+    """Assigns a slot to every interval, such that intervals in one slot do not overlap.
 
     Args:
       intervals: (first, last) tick at which each value is held, both included.
@@ -191,7 +191,7 @@ def colour(intervals: Sequence[tuple[int, int]]) -> list[int]:
 def colour_by_rank(
     first: np.ndarray, last: np.ndarray, rank: np.ndarray, num_ranks: int
 ) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Colours the values of every rank apart.
+    """Assigns slots to the values of every rank (`colour`).
 
     Args:
       first: first tick of each value, [stage, microbatch].
@@ -233,7 +233,7 @@ Times = float | Sequence[float]
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Times in any one unit; a number stands for every stage, a sequence holds one per stage.
+    """Times of a stage's actions, in any one unit; a number stands for every stage, a sequence holds one per stage.
 
     Attributes:
       forward: F.
@@ -302,7 +302,7 @@ class StageCosts:
 
 
 def violations(num_ranks: int, ticks: Ticks) -> list[str]:
-    """Every reason why an executor cannot keep these ticks; empty when it can.
+    """Lists the reasons why an executor cannot keep these ticks; empty when it can.
 
     Args:
       num_ranks: S; stage p lives on rank p mod S.
@@ -340,7 +340,7 @@ def _too_early(ticks: Ticks) -> list[str]:
 def _waits(
     work: Work, at: np.ndarray, needs: Work, done: np.ndarray, *, stage: int = 0, step: int = 0, sent: int = 1
 ) -> list[str]:
-    """Actions that stand before what they need, or in its tick where that must still be `sent`."""
+    """Lists actions that stand before what they need, or in its tick where that must still be `sent`."""
     return [
         f"{Action(row + stage, work, m)} at tick {at[row, m]} needs {Action(row + stage + step, needs, m)} "
         f"{'of an earlier tick' if sent else 'before'}, which is at tick {done[row, m]}"
@@ -371,7 +371,7 @@ Done = dict[Action, tuple[float, int]]
 
 
 class DeadlockError(ValueError):
-    """The actions of an order wait for each other, or for one that nobody does."""
+    """Raised where the actions of an order wait for each other, or for one that nobody does."""
 
 
 class Event(NamedTuple):
@@ -384,11 +384,11 @@ class Event(NamedTuple):
 
 
 class Ticking(Protocol):
-    """What is asked of a timetable, which draws itself with what stands here."""
+    """The interface of a timetable that times and drawings read."""
 
     @property
     def num_ranks(self) -> int:
-        """S."""
+        """S, the ranks."""
         ...
 
     @property
@@ -408,7 +408,7 @@ class Ticking(Protocol):
 
 
 def trace_orders(orders: Sequence[Sequence[Action]], costs: StageCosts) -> list[list[Event]]:
-    """The events of every rank that starts its actions in order, as soon as it is free and their inputs have arrived.
+    """The events of every rank, which starts its actions in order, as soon as it is free and their inputs have arrived.
 
     Raises:
       DeadlockError: when that never comes, naming who waits where for what.
@@ -421,7 +421,7 @@ def trace_orders(orders: Sequence[Sequence[Action]], costs: StageCosts) -> list[
 
 
 def order_spans(orders: Sequence[Sequence[Action]], costs: StageCosts) -> list[list[tuple[float, float]]]:
-    """(start, end) of every action of every rank, as `trace_orders`."""
+    """The (start, end) of every action of every rank, as `trace_orders` times them."""
     num_stages = 1 + max((action.stage for order in orders for action in order), default=-1)
     times, done = costs.tables(num_stages), {}
     spans: list[list[tuple[float, float]]] = [[] for _ in orders]
@@ -446,7 +446,7 @@ def order_spans(orders: Sequence[Sequence[Action]], costs: StageCosts) -> list[l
 
 
 def trace_ticks(timetable: Ticking, costs: StageCosts) -> list[list[Event]]:
-    """The events of every rank when all ranks start a tick together and do F, B, W in this order."""
+    """The events of every rank, where all ranks start a tick together and do F, B, W in this order."""
     spent, ends = tick_times(timetable, costs)
     until = np.concatenate([[0.0], ends[:-1]])[None, :, None] + np.cumsum(spent, axis=0)
     events: list[list[Event]] = [[] for _ in range(timetable.num_ranks)]
@@ -459,7 +459,7 @@ def trace_ticks(timetable: Ticking, costs: StageCosts) -> list[list[Event]]:
 
 
 def tick_times(timetable: Ticking, costs: StageCosts) -> tuple[np.ndarray, np.ndarray]:
-    """How long every rank works in every tick, and when the ticks end.
+    """The time that every rank works in every tick, and the ends of the ticks.
 
     Returns:
       Times by kind of work, [kind, tick, rank], and ends, [tick]: a tick takes as long as the slowest rank's work and the
@@ -474,7 +474,7 @@ def tick_times(timetable: Ticking, costs: StageCosts) -> tuple[np.ndarray, np.nd
 
 
 def _start(needs: tuple[Action, ...], rank: int, free: float, done: Done, communication: float) -> float | None:
-    """When a rank that is free from `free` on has all that an action needs; None while some of it is not done."""
+    """The time at which a rank that is free from `free` on has all that an action needs; None while some of it is not done."""
     for need in needs:
         if need not in done:
             return None
@@ -540,7 +540,7 @@ MAX_WIDTH = 1120
 
 
 class Colours(NamedTuple):
-    """Of everything but the boxes: words, paper, idle time, quiet words, and lines between boxes."""
+    """Colours of everything but the boxes: words, paper, idle time, quiet words, and lines between boxes."""
 
     words: str
     paper: str
@@ -550,9 +550,9 @@ class Colours(NamedTuple):
 
 
 ON_PAPER = Colours("#222", "#fff", "#f1f1f1", "#666", "#fff")
-"""A picture that stands for itself."""
+"""Colours of a picture that stands for itself."""
 IN_PAGE = Colours("currentColor", "none", "#8883", "#888", "none")
-"""A part of a page, light or dark, whose words it takes the colour of."""
+"""Colours of a picture in a page, light or dark, which takes the page's colour of words."""
 
 
 def draw_svg(
@@ -563,7 +563,7 @@ def draw_svg(
     *,
     colours: Colours = ON_PAPER,
 ) -> str:
-    """A row per rank, a box per action with its microbatch in it; chunks are shades. Boxes tell their action when pointed at.
+    """Draws a row per rank and a box per action, with its microbatch in it and chunks as shades; boxes have tooltips.
 
     Args:
       title: above the rows.
@@ -628,7 +628,7 @@ def _svg_line(x: float, bottom: int, colours: Colours) -> str:
 
 
 def _axis(until: float, scale: float, y: int, colours: Colours) -> Iterator[str]:
-    """Times below the rows, a round number apart."""
+    """Draws times below the rows, a round number apart."""
     step = next(step for power in range(-6, 12) for step in _steps(power) if step * scale >= 40)
     for k in range(int(until / step) + 1):
         yield _text(LEFT + k * step * scale, y + 14, f"{k * step:g}", f' text-anchor="middle" fill="{colours.quiet}"')
@@ -653,7 +653,7 @@ def _legend(events: Sequence[Sequence[Event]], y: int, colours: Colours, *, tick
 
 
 def _legend_words(events: Sequence[Sequence[Event]]) -> list[tuple[str, str, int]]:
-    """(kind of work, what it is called, shades) of every kind that is drawn."""
+    """The (kind of work, its words, number of shades) of every kind that is drawn."""
     chunks = 1 + max((event.action.stage // len(events) for here in events for event in here), default=0)
     used = {event.action.work for here in events for event in here}
     more = f" (chunks 0 to {chunks - 1})" if chunks > 1 else ""
@@ -681,7 +681,7 @@ MOST_DRAWN = 4000
 
 @dataclass(frozen=True, eq=False)
 class Buffer:
-    """Where the values of one kind live.
+    """The slots in which the values of one kind live.
 
     Attributes:
       shape: [stage, microbatch] of the timetable.
@@ -725,7 +725,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Timetable:
-    """When every action happens. Stage p lives on rank p mod S; slots and arrivals follow from the ticks.
+    """The tick of every action. Stage p lives on rank p mod S; slots and arrivals follow from the ticks.
 
     Attributes:
       num_ranks: S.
@@ -750,7 +750,7 @@ class Timetable:
 
     @classmethod
     def of(cls, num_ranks: int, ticks: Ticks) -> "Timetable":
-        """The timetable with these ticks."""
+        """Builds the timetable with these ticks."""
         return cls(num_ranks, _frozen(ticks.forward), *(None if t is None else _frozen(t) for t in ticks[1:]))
 
     @cached_property
@@ -761,7 +761,7 @@ class Timetable:
 
     @property
     def kinds(self) -> dict[Work, np.ndarray]:
-        """The ticks of every kind of work that there is: of F, of B or of I and W."""
+        """The ticks of every kind of work: of F, and of B or of I and W."""
         names: tuple[Work, ...] = ("F", "B" if self.weight is None else "I", "W")
         return {work: grid for work, grid in zip(names, self.ticks, strict=True) if grid is not None}
 
@@ -772,7 +772,7 @@ class Timetable:
 
     @property
     def num_microbatches(self) -> int:
-        """M."""
+        """M, the microbatches."""
         return len(self.forward[0])
 
     @property
@@ -782,19 +782,19 @@ class Timetable:
 
     @cached_property
     def residuals(self) -> Buffer:
-        """What a forward keeps for its backward, held from F to the last of B, I and W, both ticks included."""
+        """The residuals that forwards keep, held from F to the last of B, I and W, both ticks included."""
         last = self._last_use
         return self._buffer(slice(None), None if last is None else self.ticks.forward, last)
 
     @cached_property
     def activations(self) -> Buffer:
-        """Inputs of forwards: they arrive at the end of the previous stage's tick and are held until their own."""
+        """The inputs of forwards: they arrive at the end of the previous stage's tick and are held until their own."""
         forward = self.ticks.forward
         return self._buffer(slice(1, None), forward[:-1] + 1, forward[1:])
 
     @cached_property
     def cotangents(self) -> Buffer:
-        """Gradients of a stage's output: they arrive at the end of the next stage's tick and are held until used."""
+        """The gradients of stages' outputs: they arrive at the end of the next stage's tick and are held until used."""
         backward, last = self.ticks.backward, self._last_use
         if backward is None or last is None:
             return self._buffer(slice(None), None, None)
@@ -820,7 +820,7 @@ class Timetable:
         return section("", draw_svg(title, trace_ticks(self, costs), caption, ends.tolist(), colours=IN_PAGE))
 
     def draw(self, width: int = 120) -> str:
-        """Ranks down, ticks to the right; a line for forwards, one for backwards, one for weight gradients.
+        """Draws ranks down and ticks to the right: a line for forwards, one for backwards, one for weight gradients.
 
         Args:
           width: the longest line; more ticks go into another block below.
