@@ -1,1 +1,1 @@
-"""READ: attention in programs of models that others wrote: found, told in one form whatever its spelling, and replaced."""
+"""Attention in models that others wrote: found in a traced program in any spelling, told in one form, and replaced."""

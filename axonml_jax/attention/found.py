@@ -1,4 +1,4 @@
-"""Attention that was found in a program: operands, scores at positions, and masks in terms."""
+"""The form of an attention that was found in a program: its operands, the changes of its scores, its masks as terms."""
 
 import itertools
 import math
@@ -46,7 +46,7 @@ Index = tuple[Digit, ...]
 """What one dim runs over, the most significant digit first; () for a dim of size 1, or one along which nothing changes."""
 
 Indices = tuple[Index, ...]
-"""Of every dim of a value."""
+"""The index of every dim of a value."""
 
 
 def whole(label: Any, size: int) -> Index:
@@ -55,12 +55,12 @@ def whole(label: Any, size: int) -> Index:
 
 
 def labels_of(indices: Iterable[Index]) -> frozenset[Any]:
-    """What some dims run over, in whole or in part."""
+    """The labels that some dims run over, in whole or in part."""
     return frozenset(digit.label for index in indices for digit in index)
 
 
 def joined(digits: Iterable[Digit]) -> Index:
-    """Digits as few as say the same."""
+    """Merges digits into as few as mean the same index."""
     found: list[Digit] = []
     for digit in digits:
         last = found[-1] if found else None
@@ -72,7 +72,7 @@ def joined(digits: Iterable[Digit]) -> Index:
 
 
 def regrouped(indices: Indices, shape: Sequence[int]) -> Indices | None:
-    """The same digits, row by row, in dims of another shape; None where a dim would end within a digit."""
+    """The indices of a value's dims after a row-major reshape; None where a dim would end within a digit."""
     rest = [digit for index in indices for digit in index][::-1]
     found: list[Index] = []
     for size in shape:
@@ -96,7 +96,7 @@ def regrouped(indices: Indices, shape: Sequence[int]) -> Indices | None:
 
 
 def after(op: Operation, k: int, indices: Indices) -> Indices | None:
-    """The indices of an operation's result, of those of operand k: () where it is spread; None where they are not followed."""
+    """The indices of an operation's result from those of operand k: () where it is spread; None: they are not followed."""
     given, made = op.given[k].shape, op.made[0].shape
     if op.name == "reshape":
         return None if op.options["dimensions"] is not None else regrouped(indices, made)
@@ -113,7 +113,7 @@ def after(op: Operation, k: int, indices: Indices) -> Indices | None:
 
 
 def before(op: Operation, indices: Indices) -> Indices | None:
-    """The indices of the operand of an operation that only places, of those of its result; None: it does something else."""
+    """The indices of the operand of an operation that only places, from those of its result; None for other operations."""
     if not op.given:
         return None
     given = op.given[0].shape
@@ -144,7 +144,7 @@ KEEPING = (
 
 
 def arranged(x: Any, indices: Indices, wanted: Indices, *, spread: bool = False) -> Any:
-    """An array with its dims in another order, joined and parted.
+    """Reshapes and transposes an array so that its dims run over `wanted`.
 
     Args:
       x: its dims run over `indices`.
@@ -167,7 +167,7 @@ def arranged(x: Any, indices: Indices, wanted: Indices, *, spread: bool = False)
 
 
 def _cuts(indices: Iterable[Index]) -> Mapping[Any, set[int]]:
-    """Where digits of each label begin and end."""
+    """The strides at which digits of each label begin and end."""
     found: dict[Any, set[int]] = {}
     for index in indices:
         for digit in index:
@@ -176,7 +176,7 @@ def _cuts(indices: Iterable[Index]) -> Mapping[Any, set[int]]:
 
 
 def _parts(digit: Digit, cuts: Mapping[Any, set[int]]) -> list[Digit]:
-    """A digit as several that no other one overlaps in part."""
+    """Splits a digit at all cuts, so that no other digit overlaps a part of it."""
     ends = sorted(cut for cut in cuts[digit.label] if digit.stride <= cut <= digit.stride * digit.size)
     pairs = list(itertools.pairwise(ends))
     assert all(high % low == 0 for low, high in pairs), (digit, cuts)
@@ -188,7 +188,7 @@ def _parts(digit: Digit, cuts: Mapping[Any, set[int]]) -> list[Digit]:
 # --------------------------------------------------------------------------------------------------
 
 LABELS = ("batch", "head", "member", "query", "key", "size", "value")
-"""What dims of an attention are: rows; heads of keys and values; the heads of queries that read one of them; positions of
+"""The labels of an attention's dims: rows; heads of keys and values; the heads of queries that read one of them; positions of
 queries and of keys; the size of a head of queries and keys, and that of values."""
 
 Layout = tuple[tuple[str, ...], ...]
@@ -206,7 +206,7 @@ OF_QUERIES: Layout = (("batch",), ("query",))
 
 @dataclass(frozen=True)
 class Operand:
-    """A value of the program.
+    """A value of the program that an attention reads.
 
     Attributes:
       value: its name in the `Nested` program.
@@ -224,11 +224,11 @@ class Operand:
 
     @property
     def labels(self) -> frozenset[str]:
-        """What it runs over, in whole or in part."""
+        """The labels that it runs over, in whole or in part."""
         return labels_of(self.indices)
 
     def given(self, x: Any, sizes: Mapping[str, int], *, spread: bool = False) -> Any:
-        """The value in its layout.
+        """Arranges the value in its layout.
 
         Args:
           x: the value.
@@ -238,11 +238,11 @@ class Operand:
         return arranged(jnp.asarray(x, self.dtype), self.indices, self.wanted(sizes), spread=spread)
 
     def taken(self, x: Any, sizes: Mapping[str, int]) -> Any:
-        """The inverse: a value in its layout as the program has it."""
+        """Arranges a value in its layout as the program has it; the inverse of `given`."""
         return arranged(x, self.wanted(sizes), self.indices).reshape(self.shape)
 
     def wanted(self, sizes: Mapping[str, int]) -> Indices:
-        """What the dims run over in its layout."""
+        """The indices of the dims of its layout."""
         return tuple([joined(digit for label in dim for digit in whole(label, sizes[label])) for dim in self.layout])
 
     def __str__(self) -> str:
@@ -257,14 +257,14 @@ class Operand:
 
 @dataclass(frozen=True)
 class Source:
-    """A value, and what its dims run over."""
+    """A value, and the indices of its dims."""
 
     atom: Atom
     indices: Indices
 
 
 def sources(values: Nested, atom: Atom, indices: Indices, *, casts: bool = False) -> Iterator[Source]:
-    """A value, then what it was before each operation that only places it, to the first.
+    """Yields a value, then its source before each operation that only places it, to the first.
 
     Args:
       values: where it is made.
@@ -286,19 +286,19 @@ def sources(values: Nested, atom: Atom, indices: Indices, *, casts: bool = False
 
 
 def varies_along(values: Nested, atom: Atom, indices: Indices, labels: Collection[Any]) -> bool:
-    """Whether a value differs along labels of some kinds, as ("left", 1) is of the kind "left", and was not spread there."""
+    """Whether a value differs along labels of these kinds (a label's first entry), other than by being spread there."""
     *_, last = sources(values, atom, indices, casts=True)
     return any(label[0] in labels for label in labels_of(last.indices))
 
 
 def operand_indices(values: Nested, node: Node, k: int, indices: Indices) -> Indices:
-    """What the dims of an elementwise equation's operand run over, of those of its result: it may be of size 1 along some."""
+    """The indices of an elementwise equation's operand, from those of its result: () along dims of size 1."""
     shape = values.aval(node.inputs[k]).shape
     return tuple([index if size > 1 else () for index, size in zip(indices, shape, strict=True)]) if shape else ()
 
 
 def visible(values: Nested, atom: Atom, level: Level) -> bool:
-    """Whether code of a level may read a value."""
+    """Whether code at a level may read a value."""
     return is_constant(atom) or values.at(atom, level) is not None
 
 
@@ -311,7 +311,7 @@ def _is_exact(maker: Node, dtype: Any) -> bool:
 
 
 def activations(values: Nested, program: Program, weights: Collection[int] | None) -> frozenset[int]:
-    """The values that are more than weights, or inputs, moved, cast and combined element by element.
+    """The values that are more than weights, or inputs, that were moved, cast and combined element by element.
 
     Args:
       values: of the program.
@@ -327,7 +327,7 @@ def activations(values: Nested, program: Program, weights: Collection[int] | Non
 
 
 def _is_prepared(values: Nested, value: int, prepared: Collection[int]) -> bool:
-    """Slices that a loop takes of a weight are weights."""
+    """Whether a value is prepared from weights, or is a loop's slice of one that is."""
     links = values.links.get(value, ())
     return value in prepared or (len(links) == 1 and not is_constant(links[0]) and links[0] in prepared)
 
@@ -380,7 +380,7 @@ class PositionReader:
         return jnp.broadcast_to(found, shape)
 
     def of(self, atom: Atom, places: Places) -> Any:
-        """Elements of a value."""
+        """The elements of a value at places."""
         if is_constant(atom):
             return jnp.asarray(atom.val, atom.aval.dtype)[places]
         key = (atom, tuple(map(id, places)))
@@ -405,7 +405,7 @@ class PositionReader:
             return op.bind([jnp.broadcast_to(x, shape) for x in given])[0]
 
     def _element(self, atom: Atom, places: Places) -> Any:
-        """Of an elementwise operation's operand, which may be a number, or of size 1 along some dims."""
+        """The elements of an elementwise operation's operand, which may be a number, or of size 1 along some dims."""
         shape = self.values.aval(atom).shape
         return self.of(atom, tuple([p if n > 1 else 0 for p, n in zip(places, shape, strict=True)]) if shape else ())
 
@@ -421,7 +421,7 @@ class PositionReader:
         return array.at[at].get(mode=mode, fill_value=fill, wrap_negative_indices=False)
 
     def _follows(self, atom: Atom) -> bool:
-        """Whether a value is made, place by place, of positions, numbers, and values that are at hand."""
+        """Whether a value can be computed place by place, from positions, numbers and values at hand."""
         if is_constant(atom):
             return True
         if atom not in self._followed:
@@ -549,11 +549,11 @@ class MaskArray:
 
 
 Term = Band | Prefix | Chunks | KeyMask | QueryMask | Compared | MaskArray
-"""A rule of what is seen."""
+"""One rule of which keys a query sees."""
 
 
 def sees(term: Term, queries: Any, keys: Any, given: Any) -> Any:
-    """bool [batch or 1, heads or 1, queries, keys]: what a term lets be seen.
+    """The mask of a term: bool [batch or 1, heads or 1, queries, keys].
 
     Args:
       term: the term.
@@ -582,7 +582,7 @@ def sees(term: Term, queries: Any, keys: Any, given: Any) -> Any:
 HOW: Mapping[str, Callable[[Any, Any], Any]] = {
     name: getattr(operator, name) for name in ("eq", "ne", "ge", "gt", "le", "lt")
 }
-"""What comparisons of `Compared` do."""
+"""The functions of the comparisons in `Compared`."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -599,7 +599,7 @@ class Scaled:
 
     @property
     def factor(self) -> float | None:
-        """What they are multiplied by, where it is a number."""
+        """The number that scores are multiplied by; None where it is an array."""
         return None if isinstance(self.by, Operand) else 1 / self.by if self.divides else self.by
 
 
@@ -650,7 +650,7 @@ class Masked:
 
 
 Change = Scaled | Added | Tanh | Cast | Masked
-"""What is done to scores before the softmax."""
+"""A change of the scores before the softmax."""
 
 
 @dataclass(frozen=True)
@@ -720,17 +720,17 @@ class FoundAttention:
 
     @property
     def heads(self) -> int:
-        """Of queries."""
+        """The number of query heads."""
         return self.sizes["head"] * self.sizes["member"]
 
     @property
     def kv_heads(self) -> int:
-        """Of keys and values."""
+        """The number of heads of keys and values."""
         return self.sizes["head"]
 
     @property
     def mask(self) -> tuple[Term, ...]:
-        """All rules of what is seen."""
+        """All rules of which keys a query sees."""
         return tuple([term for change in self.changes if isinstance(change, Masked) for term in change.terms])
 
     @property
@@ -740,7 +740,7 @@ class FoundAttention:
 
     @property
     def window(self) -> tuple[int | None, int | None] | None:
-        """How many positions before and after itself a query sees, where a rule bounds those before it."""
+        """How many positions before and after itself a query sees, if a rule bounds those before it; else None."""
         bands = [term for term in self.mask if isinstance(term, Band) and term.before is not None]
         return (bands[0].before, bands[0].after) if bands else None
 
@@ -764,7 +764,7 @@ class FoundAttention:
 
     @property
     def scale(self) -> float | None:
-        """Of q · k, before biases and masks, the soft cap taken into account; None where it is no number."""
+        """The scale of q · k, before biases and masks, with the soft cap in it; None where it is no number."""
         factors: list[float | None] = []
         for change in self.changes:
             if not isinstance(change, Scaled | Cast):
@@ -776,8 +776,10 @@ class FoundAttention:
 
     @property
     def regular(self) -> bool:
-        """Whether scale, soft cap, biases and masks say all: scores = c tanh(scale q · k / c), then biases and masks; where
-        `scale` is None, it is an array of `scales`."""
+        """Whether the scores are c tanh(scale q · k / c), then biases and masks, in this order.
+
+        Where `scale` is None, it is an array of `scales`.
+        """
         kinds = "".join(_KIND[type(change)] for change in self.changes)
         return re.fullmatch("s*(ts)?b*", kinds) is not None
 
@@ -807,7 +809,7 @@ def _heads(found: FoundAttention) -> str:
 
 @dataclass(frozen=True)
 class Missed:
-    """What looks like attention and is not recognised.
+    """A product that looks like an attention's and is not recognised.
 
     Attributes:
       line: the user's line that computes the scores.
@@ -823,7 +825,7 @@ class Missed:
 
 @dataclass(frozen=True)
 class Recognised:
-    """The attention of a program.
+    """The attentions of a program that were found, and what was missed.
 
     Attributes:
       attentions: those found, in the order of their results.
@@ -837,7 +839,7 @@ class Recognised:
 
     @property
     def replaceable(self) -> tuple[FoundAttention, ...]:
-        """Those that may be replaced."""
+        """The attentions that may be replaced."""
         return tuple([found for found in self.attentions if not found.left])
 
     def __str__(self) -> str:

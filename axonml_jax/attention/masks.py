@@ -1,4 +1,4 @@
-"""What a query sees of the keys: read from the program, classified, told in terms."""
+"""Reads the masks of an attention from a program: which keys a query sees, as terms."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ SPREAD = 64
 
 @dataclass(frozen=True)
 class MaskLeaf:
-    """What must be nonzero, or zero where `seen` is false, for a key to be seen.
+    """A value that must be nonzero, or zero where `seen` is false, for a key to be seen.
 
     Attributes:
       atom: the value.
@@ -61,7 +61,7 @@ class MaskLeaf:
 
 
 def classified(values: Nested, leaves: Sequence[MaskLeaf], sizes: Mapping[str, int]) -> tuple[Term, ...] | None:
-    """The terms that say the same as some leaves together; None: no terms are known for it.
+    """The terms that say the same as some leaves together; None: no terms are known for them.
 
     Args:
       values: the program.
@@ -87,7 +87,7 @@ def _agree(seen: Any, terms: Sequence[Term], i: np.ndarray, j: np.ndarray) -> bo
 
 
 def _numbers(values: Nested, atoms: Iterable[Atom], visited: set[int]) -> Iterator[int]:
-    """The whole numbers that values are made of."""
+    """The whole numbers among the constants that values are made of."""
     for atom in atoms:
         if is_constant(atom):
             if np.ndim(atom.val) == 0 and np.isfinite(float(atom.val)) and float(atom.val).is_integer():
@@ -99,7 +99,7 @@ def _numbers(values: Nested, atoms: Iterable[Atom], visited: set[int]) -> Iterat
 
 
 def _seen(values: Nested, leaves: Sequence[MaskLeaf], i: np.ndarray, j: np.ndarray) -> np.ndarray:
-    """bool [queries, keys] of places i [queries, 1] and j [1, keys]."""
+    """The mask of leaves at places i [queries, 1] and j [1, keys]: bool [queries, keys]."""
     found: Any = np.ones(np.broadcast_shapes(i.shape, j.shape), bool)
     for leaf in leaves:
         places = []
@@ -114,7 +114,7 @@ def _seen(values: Nested, leaves: Sequence[MaskLeaf], i: np.ndarray, j: np.ndarr
 
 
 def _guesses(seen: Any, num_queries: int, num_keys: int) -> Iterator[tuple[Term, ...]]:
-    """What the mask could be, from its first row, one in the middle, its last one, and its first column."""
+    """Guesses terms from the mask's first row, one in the middle, its last one, and its first column."""
     keys, last = np.arange(num_keys)[None, :], num_queries - 1
     rows = {i: np.flatnonzero(seen(np.array([[i]]), keys)[0]) for i in (0, num_queries // 2, last)}
     if any(len(row) == 0 for row in rows.values()):
@@ -131,7 +131,7 @@ def _guesses(seen: Any, num_queries: int, num_keys: int) -> Iterator[tuple[Term,
 
 
 def _looks(num_queries: int, num_keys: int, made_of: Iterable[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Parts of the mask that cover all of it, or some rows and columns of a large one."""
+    """The parts of a mask to compare: all of it, or some rows and columns of a large one."""
     rows, columns = np.arange(num_queries)[:, None], np.arange(num_keys)[None, :]
     if num_queries * num_keys <= ALL:
         step = max(1, (1 << 22) // num_keys)
@@ -161,7 +161,7 @@ OPPOSITE = {"eq": "ne", "ne": "eq", "ge": "lt", "gt": "le", "le": "gt", "lt": "g
 
 
 class HiddenMask(Exception):
-    """A mask is made where code at the attention's place cannot read it."""
+    """Raised where a mask is made where code at the attention's place cannot read it."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class MaskReader:
     sizes: Any
 
     def terms(self, atom: Atom, indices: Indices, seen: bool) -> tuple[Term, ...]:
-        """What a mask lets be seen.
+        """Reads the terms of a mask.
 
         Args:
           atom: the mask.
@@ -200,7 +200,7 @@ class MaskReader:
         return (*found, *map(self._term, rest))
 
     def operand(self, atom: Atom, indices: Indices, layout: Layout) -> Operand:
-        """A value as it is before it is spread.
+        """Reads a value as it is before it is spread.
 
         Raises:
           HiddenMask: where it cannot be read.
@@ -212,7 +212,7 @@ class MaskReader:
         return Operand(found[-1].atom, aval.shape, self.values.aval(atom).dtype, found[-1].indices, layout)
 
     def leaves(self, leaf: MaskLeaf) -> list[MaskLeaf]:
-        """What must all hold, for a mask to let be seen."""
+        """Splits a mask into leaves that must all hold."""
         parts = list(self._parts(leaf))
         if parts == [leaf]:
             return parts
@@ -228,7 +228,7 @@ class MaskReader:
         return new.dtype == jnp.bool_ and old.dtype != jnp.bool_ and old.size == new.size
 
     def _parts(self, leaf: MaskLeaf) -> Iterator[MaskLeaf]:
-        """One step into what a leaf is made of; itself where that is not understood."""
+        """One step into what a leaf is made of; the leaf itself where that is not understood."""
         maker = self.values.maker(leaf.atom)
         found = None if maker is None else self._placed(maker, leaf) or self._made(maker, leaf)
         yield from [leaf] if found is None else found
@@ -263,7 +263,7 @@ class MaskReader:
         return None
 
     def _compared_with_number(self, maker: Node, leaf: MaskLeaf) -> list[MaskLeaf] | None:
-        """Whether something is nonzero, or zero: asked directly, or by any bound between 0 and 1 of what is one of the two."""
+        """Reads a comparison with a number as a test for nonzero or zero; of values 0 and 1 any bound between is one."""
         k = 0 if number(self.values, maker.inputs[1]) is not None else 1
         bound, how = number(self.values, maker.inputs[1 - k]), maker.name if k == 0 else AROUND[maker.name]
         if self._is_binary(maker.inputs[k]):
@@ -274,7 +274,7 @@ class MaskReader:
         return None
 
     def _on(self, maker: Node, k: int, leaf: MaskLeaf, seen: bool) -> MaskLeaf:
-        """An operand of an elementwise equation, which may be of size 1 along some dims."""
+        """The leaf of an elementwise equation's operand, which may be of size 1 along some dims."""
         return MaskLeaf(maker.inputs[k], operand_indices(self.values, maker, k, leaf.indices), seen)
 
     def _is_binary(self, atom: Atom) -> bool:
@@ -314,7 +314,7 @@ class MaskReader:
         return labels_of(leaf.indices)
 
     def _term(self, leaf: MaskLeaf) -> Term:
-        """A leaf that arrays decide."""
+        """The term of a leaf that depends on arrays."""
         labels = labels_of(leaf.indices)
         if labels <= {"batch", "key"}:
             return KeyMask(self.operand(leaf.atom, leaf.indices, OF_KEYS), leaf.seen)
@@ -325,7 +325,7 @@ class MaskReader:
         return found or MaskArray(self.operand(leaf.atom, leaf.indices, SCORES), leaf.seen)
 
     def _comparison(self, maker: Node, leaf: MaskLeaf) -> Compared | None:
-        """A number for every query compared with one for every key."""
+        """Reads a comparison of a number for every query with one for every key; None: it is another one."""
         how = maker.name if leaf.seen else OPPOSITE[maker.name]
         sides = [self._on(maker, k, leaf, True) for k in (0, 1)]
         try:

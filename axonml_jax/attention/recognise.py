@@ -1,4 +1,4 @@
-"""Finding attention in a program, whatever its spelling: softmax chains, roles, stages."""
+"""Finds attention in a program in any spelling: softmax chains between two products, their dims' roles, their masks."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -56,7 +56,7 @@ Stage = Literal["scores", "exps", "sum", "inverse", "log sum", "log weights", "w
 
 @dataclass(frozen=True)
 class Raw:
-    """Something done to scores or weights, as the program writes it.
+    """An operation on scores or weights, as the program writes it.
 
     Attributes:
       how: "mul", "div", "add", "sub", "tanh", "cast" or "select".
@@ -75,7 +75,7 @@ class Raw:
 
 @dataclass(frozen=True)
 class Mark:
-    """What a value is.
+    """The stage of a value on the way from scores to an attention's result, and how it came there.
 
     Attributes:
       stage: "exps" are exponentials of scores, "sum" theirs over all keys, "inverse" 1 / sum, "weights" exps / sum, "mixed" the
@@ -108,7 +108,7 @@ class Mark:
     late: str = ""
 
     def lost(self, node: Node) -> "Mark":
-        """Where something is done to it that is not understood."""
+        """The mark of a value after an operation that is not understood."""
         if self.stage == "lost":
             return self
         late = {"exps": "exps", "sum": "sum", "inverse": "sum"}.get(self.stage, "")
@@ -118,7 +118,7 @@ class Mark:
 
 
 ORDER: Sequence[Stage] = ("mixed", "weights", "exps", "log weights", "scores", "inverse", "sum", "log sum", "lost")
-"""Of several marked operands the one that decides."""
+"""The order of stages: of several marked operands the first in it decides."""
 
 PLURAL: Mapping[str, str] = {
     "scores": "scores",
@@ -131,12 +131,12 @@ PLURAL: Mapping[str, str] = {
     "mixed": "unfinished results",
     "lost": "scores",
 }
-"""Of each stage what it is called."""
+"""The words for the values of each stage."""
 
 
 @dataclass(frozen=True)
 class Sides:
-    """What the dims of a product's operands and of its result run over."""
+    """The indices of the dims of a product's operands and of its result."""
 
     left: Indices
     right: Indices
@@ -144,7 +144,7 @@ class Sides:
 
 
 def sides_of(product: Node) -> Sides:
-    """With labels of its own for every dim."""
+    """The indices of a product, with a label of its own for every dim."""
     op = product.equation.op
     contracted, batched = op.contraction
     given: list[list[Index]] = []
@@ -162,7 +162,7 @@ def sides_of(product: Node) -> Sides:
 
 
 def result_of(product: Node, left: Indices, right: Indices) -> Indices:
-    """What the dims of a product's result run over: paired dims, the left operand's own, the right one's."""
+    """The indices of a product's result: paired dims, the left operand's own, the right one's."""
     contracted, batched = product.equation.op.contraction
     own = [
         [index for dim, index in enumerate(side) if dim not in (*contracted[k], *batched[k])]
@@ -172,7 +172,7 @@ def result_of(product: Node, left: Indices, right: Indices) -> Indices:
 
 
 def side_over(product: Node, indices: Indices) -> str | None:
-    """The operand of whose own dims these are all, "left" or "right"; None: they are not. What a softmax goes over are keys."""
+    """The operand, "left" or "right", of which these are all own dims; None: of neither. A softmax goes over the keys' dims."""
     digits = [digit for index in indices for digit in index]
     sides = sides_of(product)
     for side, own in (("left", sides.left), ("right", sides.right)):
@@ -199,7 +199,7 @@ def _sizes(digits: list[Digit]) -> dict[Any, int]:
 
 @dataclass(frozen=True)
 class Roles:
-    """What the digits of a chain stand for.
+    """The roles of a chain's digits in the attention: rows, heads, positions and sizes.
 
     Attributes:
       q, k, v: the operands, before heads were repeated.
@@ -214,7 +214,7 @@ class Roles:
     sizes: Mapping[str, int]
 
     def of(self, indices: Indices) -> Indices:
-        """The same in digits of the attention's labels."""
+        """The same indices in digits of the attention's labels."""
         return tuple([joined(part for digit in index for part in self._parts(digit)) for index in indices])
 
     def _parts(self, digit: Digit) -> Iterator[Digit]:
@@ -225,7 +225,7 @@ class Roles:
 
 
 def roles_of(values: Nested, mark: Mark, level: Level) -> Roles | None:
-    """What a chain's dims are for; None where its operands cannot be read by code of a level."""
+    """Finds the roles of a chain's dims; None where code of a level cannot read its operands."""
     sides, (over,) = sides_of(mark.product), mark.over
     by_queries = "left" if over == "right" else "right"
     k_q, k_k = (0, 1) if by_queries == "left" else (1, 0)
@@ -260,7 +260,7 @@ def roles_of(values: Nested, mark: Mark, level: Level) -> Roles | None:
 
 
 def _pieces(parts: Mapping[str, Sequence[Digit]]) -> tuple[Mapping[Any, Any], Mapping[str, int]]:
-    """The parts of every label, of the digits that each label of the attention has, the most significant first."""
+    """The parts of every label of a chain, from the digits of each label of the attention, the most significant first."""
     pieces: dict[Any, list[tuple[int, int, str, int]]] = {}
     sizes: dict[str, int] = {}
     for label, digits in parts.items():
@@ -273,7 +273,7 @@ def _pieces(parts: Mapping[str, Sequence[Digit]]) -> tuple[Mapping[Any, Any], Ma
 
 
 def _positions(values: Nested, mark: Mark, layout: Sequence[Digit], side: str) -> tuple[list[Digit], list[Digit]]:
-    """Of the dims that only queries have the positions, and the heads that share keys."""
+    """Divides the dims that only queries have into positions, and heads that share keys."""
     own = [digit for digit in layout if digit.label[0] == side]
     count = max(1, len(labels_of(_over(mark))))
     if len(own) <= count:
@@ -297,7 +297,7 @@ def _positions(values: Nested, mark: Mark, layout: Sequence[Digit], side: str) -
 
 
 def _over(mark: Mark) -> Indices:
-    """The keys' own dims."""
+    """The indices of the keys' own dims."""
     (side,), sides = mark.over, sides_of(mark.product)
     own = sides.left if side == "left" else sides.right
     return tuple([tuple([digit for digit in index if digit.label[0] == side]) for index in own])
@@ -306,7 +306,7 @@ def _over(mark: Mark) -> Indices:
 def _rows_and_heads(
     paired: Sequence[Digit], layout: Sequence[Digit], queries: Sequence[Digit]
 ) -> tuple[list[Digit], list[Digit]]:
-    """Paired dims before the positions are rows, those after them heads; if all stand on one side, the last of several are."""
+    """Divides paired dims into rows, before the positions, and heads, behind them; by order if all are on one side."""
     first = layout.index(queries[0]) if queries else len(layout)
     heads = [digit for digit in paired if layout.index(digit) > first]
     if not heads:
@@ -321,7 +321,7 @@ def _seen(values: Nested, atom: Any, indices: Indices, level: Level) -> list[Sou
 
 
 def _least(keys: Sequence[Source], vals: Sequence[Source], heads: Sequence[Digit]) -> tuple[Source, Source]:
-    """Keys and values with as few heads as both have, and otherwise whole."""
+    """Keys and values before heads were repeated: with as few heads as both have, and otherwise whole."""
 
     def found(some: Sequence[Source]) -> dict[frozenset[Digit], Source]:
         wanted = set(labels_of(some[0].indices)) - {digit.label for digit in heads}
@@ -344,7 +344,7 @@ def _count(digits: Iterable[Digit]) -> int:
 
 
 def _others(source: Source, heads: Sequence[Digit]) -> int:
-    """How many elements all that is no head has."""
+    """The number of elements of a value along all dims but its heads."""
     return _count(digit for index in source.indices for digit in index) // _count(_digits(heads, source))
 
 
@@ -359,7 +359,7 @@ def _overlap(a: Digit, b: Digit) -> list[Digit]:
 
 
 def _minus(head: Digit, there: Sequence[Digit]) -> list[Digit]:
-    """The digits of a head that others leave, the most significant first."""
+    """The digits of a head that others do not cover, the most significant first."""
     high, found = head.stride * head.size, []
     own = sorted((digit for digit in there if _overlap(digit, head)), key=lambda digit: -digit.stride)
     for digit in own:
@@ -376,12 +376,12 @@ def _minus(head: Digit, there: Sequence[Digit]) -> list[Digit]:
 
 PLACED = (*KEEPING, "broadcast_in_dim", "reshape", "squeeze", "transpose")
 NARROW: Sequence[Stage] = ("sum", "inverse", "log sum")
-"""They may be spread over keys again."""
+"""Stages whose values may be spread over keys again."""
 
 
 @dataclass(frozen=True)
 class StageRules:
-    """The rules, on what is known so far.
+    """Rules of what an equation makes of marked values, one for each stage of a softmax.
 
     Attributes:
       values: the program.
@@ -396,11 +396,11 @@ class StageRules:
     over: dict[Node, frozenset[int]] = field(default_factory=dict)
 
     def mark(self, atom: Atom) -> Mark | None:
-        """What a value is."""
+        """The mark of a value; None: it has none."""
         return None if is_constant(atom) else self.marks.get(atom)
 
     def made(self, node: Node) -> tuple[Mark | None, Mark | None]:
-        """(what an equation's results are, the operand that decided it)."""
+        """The mark of an equation's results, and that of the operand that decided it."""
         marked = [(ORDER.index(m.stage), k) for k, atom in enumerate(node.inputs) if (m := self.mark(atom)) is not None]
         if not marked or not any(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in node.equation.op.made):
             return None, None
@@ -429,7 +429,7 @@ class StageRules:
                 return self._lost(node, mark)
 
     def _placed(self, node: Node, mark: Mark) -> Mark | None:
-        """Moved, spread or cast."""
+        """The mark of a value that is moved, spread or cast."""
         if mark.stage == "lost":
             return mark
         if node.name == "stop_gradient":
@@ -469,13 +469,13 @@ class StageRules:
         return replace(mark, raws=(*mark.raws, self._raw(node.name, node.inputs[1 - k], mark)))
 
     def _raw(self, how: str, atom: Atom, mark: Mark, **more) -> Raw:
-        """What another operand of an elementwise operation does: its dims are those of the marked one, or of size 1."""
+        """The operation that an elementwise equation's other operand does; its dims are the marked one's, or of size 1."""
         shape = self.values.aval(atom).shape
         indices = [index if size > 1 else () for index, size in zip(mark.indices, shape, strict=True)] if shape else []
         return Raw(how, atom, tuple(indices), **more)
 
     def _selected(self, node: Node, mark: Mark) -> Raw | None:
-        """Scores where a condition says so, and a number elsewhere."""
+        """Reads a select of scores by a condition, with a number elsewhere; None: it is another select."""
         condition, *cases = node.inputs
         if len(cases) != 2 or self.values.aval(condition).dtype != jnp.bool_:
             return None
@@ -537,7 +537,7 @@ class StageRules:
         return replace(mark, stage="inverse") if mark.stage == "sum" and inverts else mark.lost(node)
 
     def _log_sum(self, node: Node, k: int, mark: Mark) -> Mark | None:
-        """log sum exp(s - c) + c is log sum exp(s)."""
+        """The mark of a log-sum-exp to which the shift is added back: log sum exp(s - c) + c is log sum exp(s)."""
         shifted = self.values.maker(mark.base)
         if node.name == "add" and shifted is not None and shifted.name == "sub":
             scores, shift = shifted.inputs
@@ -566,7 +566,7 @@ class StageRules:
         return mark.lost(node)
 
     def _mixed(self, node: Node, k: int, mark: Mark) -> Mark | None:
-        """Divided by the sum of the exponentials after the product."""
+        """The mark of unfinished results that are divided by the sum of exponentials after the product."""
         others = [m for atom in node.inputs if (m := self.mark(atom)) is not None]
         stage = {"div": "sum", "mul": "inverse"}.get(node.name)
         if len(others) == 2 and others[1 - k].stage == stage and not (stage == "sum" and k == 1):
@@ -576,7 +576,7 @@ class StageRules:
         return mark.lost(node)
 
     def _lost(self, node: Node, mark: Mark) -> Mark | None:
-        """What is made of something lost, as far as one would still see a softmax in it."""
+        """The mark of what is made of a lost value, as far as a softmax can still be seen in it."""
         if rule_of(node.name).kind not in ("elementwise", "placing", "selecting"):
             return None
         if node.name == "exp":
@@ -598,7 +598,7 @@ def _spread(indices: Indices, shape: Sequence[int]) -> bool:
 
 
 def _fits(indices: Indices, other: Mark) -> bool:
-    """Whether a sum stands beside what it is the sum of: dim by dim the same, and nothing where it was summed."""
+    """Whether a sum stands beside what it is the sum of, dim by dim."""
     pairs = zip(indices, other.indices, strict=True)
     gone = lambda index: all(digit.label[0] in (*other.over, "value") for digit in index)
     return all(mine == theirs or (not theirs and gone(mine)) for mine, theirs in pairs)
@@ -617,7 +617,7 @@ def _is_paired(mark: Mark) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Remains:
-    """A program some of whose values are made in another way.
+    """A program in which some values are replaced, and what of it is still read.
 
     Attributes:
       values: the program.
@@ -638,7 +638,7 @@ class Remains:
 
     @cached_property
     def live(self) -> frozenset[int]:
-        """What is read, directly or not, by the results or by what acts."""
+        """The values on which the results, or equations that act, depend."""
         found: set[int] = set()
         todo = [*names_of(self.values.results)]
         for node in self.values.nodes:
@@ -656,7 +656,7 @@ class Remains:
         return frozenset(found)
 
     def is_live(self, atom: Atom) -> bool:
-        """Whether it is read; constants are."""
+        """Whether a value is read; constants always are."""
         return is_constant(atom) or atom in self.live
 
     def _needs(self, value: int) -> tuple[int, ...]:
@@ -668,7 +668,7 @@ class Remains:
         return self._needs_of(*home, self.values.read_for(value))
 
     def _needs_of(self, level: Level, equation: Equation | None, inputs: Sequence[Atom]) -> tuple[int, ...]:
-        """What is read for what an equation makes: of one in a body that is run as it is, all that the outermost such reads."""
+        """The values that an equation reads; inside a body that runs as it is, all that the outermost such equation reads."""
         found = names_of(inputs)
         if equation is not None and equation in self.values.levels and equation not in self.opened:
             found = names_of(level.of(equation.inputs))
@@ -679,7 +679,7 @@ class Remains:
 
 
 def remaining(values: Nested, attentions: Sequence[FoundAttention]) -> Remains:
-    """The program once these are replaced."""
+    """The program once these attentions are replaced."""
     places = [node.level for found in attentions if (node := values.maker(found.out.value)) is not None]
     made_of = {found.out.value: (found.q.value, found.k.value, found.v.value) for found in attentions}
     return Remains(values, made_of, places)
@@ -688,7 +688,7 @@ def remaining(values: Nested, attentions: Sequence[FoundAttention]) -> Remains:
 def settled(
     values: Nested, attentions: Sequence[FoundAttention], products: Sequence[Node], marks: Mapping[int, Mark]
 ) -> tuple[FoundAttention, ...]:
-    """Attentions with why they are left as they are, and with what goes with them.
+    """Adds to attentions the reason why they are left as they are, or the primitives that go with them.
 
     Args:
       values: the program.
@@ -713,7 +713,7 @@ def settled(
 
 
 def _reader(values: Nested, remains: Remains, product: Node, marks: Mapping[int, Mark]) -> str:
-    """Who reads what is inside an attention: of all that do the one that reads the most finished."""
+    """Says who reads a value inside an attention: of all readers the one of the most finished value."""
     own = {value: mark for value, mark in marks.items() if mark.product is product and mark.stage != "lost"}
     found = [(own[value].stage, "are returned") for value in names_of(values.results) if value in own]
     for node in values.nodes:
@@ -728,7 +728,7 @@ def _reader(values: Nested, remains: Remains, product: Node, marks: Mapping[int,
 
 
 def _gone(values: Nested, found: FoundAttention, whole: Remains, remains: Remains) -> tuple[str, ...]:
-    """The primitives that were run for an attention and are no more."""
+    """The primitives that were run for an attention alone, and are no more."""
     maker, names, visited = values.maker(found.out.value), [], set()
     todo = [] if maker is None else [maker]
     while todo:
@@ -751,7 +751,7 @@ def _gone(values: Nested, found: FoundAttention, whole: Remains, remains: Remain
 
 @dataclass(frozen=True)
 class ReadChain:
-    """A chain whose dims have roles.
+    """A chain whose dims have roles, and the reader of its masks.
 
     Attributes:
       values: the program.
@@ -767,7 +767,7 @@ class ReadChain:
 
 
 class NotUnderstood(Exception):
-    """Why an attention is not recognised, a clause."""
+    """Raised where an attention is not recognised, with the reason as a clause."""
 
 
 @dataclass(frozen=True)
@@ -786,7 +786,7 @@ class Factor:
 
 
 class WeightsChanges(NamedTuple):
-    """What is done to weights: where they are not set to zero, what multiplies them, and their dropout."""
+    """Changes of weights after the softmax: where they are zeroed, what multiplies them, and their dropout."""
 
     zero: tuple[Term, ...]
     gates: tuple[Operand | Term, ...]
@@ -794,7 +794,7 @@ class WeightsChanges(NamedTuple):
 
 
 def weights_changes(chain: ReadChain, changes: Sequence[Change], marks: Mapping[int, Mark]) -> WeightsChanges:
-    """What is done to the weights of a chain.
+    """Reads the changes of a chain's weights after the softmax.
 
     Args:
       chain: it.
@@ -844,7 +844,7 @@ def is_known(values: Nested, raw: Raw, raws: Sequence[Raw]) -> bool:
 
 
 def _asks_for_nan(values: Nested, atom: Atom, mark: Mark, marks: Mapping[int, Mark]) -> bool:
-    """Whether a condition is true where a chain's own weights are no numbers."""
+    """Whether a condition is true where a chain's own weights are NaN."""
     maker = values.maker(atom)
     if maker is None or maker.name != "ne" or is_constant(maker.inputs[0]) or maker.inputs[0] != maker.inputs[1]:
         return False
@@ -853,12 +853,12 @@ def _asks_for_nan(values: Nested, atom: Atom, mark: Mark, marks: Mapping[int, Ma
 
 
 def factor_of(values: Nested, atom: Atom, indices: Indices) -> Factor | None:
-    """A value as a number where a condition holds and zero elsewhere; None: it is something else."""
+    """Reads a value as a number where a condition holds and zero elsewhere; None: it is something else."""
     return _factor(values, Raw("mul", atom, indices))
 
 
 def scaled_difference(values: Nested, atom: Atom, indices: Indices) -> Factor | None:
-    """A value as a number times (1 - x): x as the condition. None: it is something else."""
+    """Reads a value as a number times (1 - x), with x as the condition; None: it is something else."""
     scale = 1.0
     while (maker := values.maker(atom)) is not None:
         numbers = [number(values, each) for each in maker.inputs]
@@ -892,7 +892,7 @@ def _factor(values: Nested, raw: Raw) -> Factor | None:
 
 
 def _step(values: Nested, maker: Node, indices: Indices) -> tuple[Atom, Indices, float] | None:
-    """What a value was before it was moved, or multiplied with a number: the value, its indices, the number."""
+    """Undoes one move of a value, or one multiplication with a number: (value, indices, number); None: it is neither."""
     if (found := before(maker.equation.op, indices)) is not None:
         return maker.inputs[0], found, 1.0
     numbers = [number(values, each) for each in maker.inputs]
@@ -905,7 +905,7 @@ def _step(values: Nested, maker: Node, indices: Indices) -> tuple[Atom, Indices,
 
 
 def _drop(values: Nested, factor: Factor, roles: Roles, masks: MaskReader) -> WeightsDrop:
-    """Dropout, where the condition compares random numbers with a number."""
+    """Reads dropout from a condition that compares random numbers with a number."""
     atom, indices = factor.condition, factor.indices
     compare = values.maker(atom)
     while compare is not None and (found := before(compare.equation.op, indices)) is not None:
@@ -931,7 +931,7 @@ def _drop(values: Nested, factor: Factor, roles: Roles, masks: MaskReader) -> We
 
 
 def _bits(values: Nested, atom: Atom, indices: Indices) -> tuple[Node, Indices] | None:
-    """The random bits that numbers are made of, element by element."""
+    """Finds the random bits that numbers are made of, element by element."""
     maker = values.maker(atom)
     if maker is None:
         return None
@@ -948,9 +948,9 @@ def _bits(values: Nested, atom: Atom, indices: Indices) -> tuple[Node, Indices] 
 # --------------------------------------------------------------------------------------------------
 # Chains of equations from a product through a softmax to another product, whatever stands between.
 #
-# Every value that is made of the product of two others is marked with what it is (`attention/recognise.py`): scores,
-# exponentials, their sum, weights. One rule for each stage says what an equation makes of it
-# (`attention/recognise.py`); what has no rule is lost, and told if a softmax follows.
+# Every value that is made of the product of two others is marked with its stage: scores, exponentials, their sum,
+# weights. One rule for each stage says what an equation makes of it; what has no rule is lost, and told if a softmax
+# follows.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -969,7 +969,7 @@ class SoftmaxChain:
 
 @dataclass(frozen=True)
 class SoftmaxChains:
-    """All of a program.
+    """All softmax chains of a program.
 
     Attributes:
       chains: in the order of their results.
@@ -1002,7 +1002,7 @@ class _Finder:
         self.rules = StageRules(values, self.marks, self.broken)
 
     def visit(self, node: Node) -> None:
-        """Mark what an equation makes."""
+        """Marks the results of an equation."""
         if rule_of(node.name).passes:
             for made, atom in zip(node.outputs, node.inputs, strict=True):
                 if not is_constant(atom) and atom in self.marks:
@@ -1045,7 +1045,7 @@ class _Finder:
 
 
 def _gated(node: Node, k: int, mark: Mark) -> Mark | None:
-    """Weights multiplied element by element, as `einsum("bhqk,h->bhqk")` does it."""
+    """The mark of weights that are multiplied element by element, as `einsum("bhqk,h->bhqk")` does it; else None."""
     contracted, batched = node.equation.op.contraction
     if contracted[k] or len(batched[1 - k]) != len(node.equation.op.given[1 - k].shape):
         return None
@@ -1056,7 +1056,7 @@ def _gated(node: Node, k: int, mark: Mark) -> Mark | None:
 
 
 def _mixed(node: Node, k: int, mark: Mark) -> Mark | str:
-    """Weights, or exps, times values, summed over all keys and nothing else; or why it is something else."""
+    """The mark of weights, or exponentials, times values, summed over all keys; or the reason why it is something else."""
     contracted, _ = node.equation.op.contraction
     side = side_over(mark.product, tuple([mark.indices[dim] for dim in contracted[k]]))
     if side is None or (mark.stage == "weights" and side not in mark.over):
@@ -1070,7 +1070,7 @@ def _mixed(node: Node, k: int, mark: Mark) -> Mark | str:
 
 
 def _matched(node: Node, k: int, mark: Mark) -> Indices:
-    """What the dims of a product's other operand run over, of those of operand k."""
+    """The indices of a product's other operand, from those of operand k."""
     contracted, batched = node.equation.op.contraction
     own: list[Index] = [whole(("value", dim), size) for dim, size in enumerate(node.equation.op.given[1 - k].shape)]
     for mine, theirs in zip((*contracted[k], *batched[k]), (*contracted[1 - k], *batched[1 - k]), strict=True):
@@ -1119,7 +1119,7 @@ def find_attention(program: Program, weights: Collection[int] | None = None) -> 
 
 
 def _looks_like_scores(product: Node, chains: SoftmaxChains, active: Collection[int]) -> bool:
-    """Whether two activations are multiplied; or scores that they are are mixed, and a softmax still goes over their dims."""
+    """Whether a product may be of queries and keys: of two activations, or of such a product's scores before a softmax."""
     if all(is_constant(atom) or atom in active for atom in product.inputs):
         return True
     mixed = [product.inputs[k] for k in chains.over.get(product, ())]
@@ -1128,7 +1128,7 @@ def _looks_like_scores(product: Node, chains: SoftmaxChains, active: Collection[
 
 
 class _Reader:
-    """Reads one chain."""
+    """Reads one chain into a `FoundAttention`."""
 
     def __init__(self, values: Nested, chain: SoftmaxChain, marks: Mapping[int, Mark], active: Collection[int] | None):
         self.marks, self.active = marks, active
@@ -1139,7 +1139,7 @@ class _Reader:
         self.level: Level = maker.level
 
     def read(self) -> FoundAttention:
-        """In digits of the attention's labels."""
+        """The attention of the chain, in digits of the attention's labels."""
         mark = self.mark
         roles = roles_of(self.values, mark, self.level)
         if roles is None:
@@ -1186,7 +1186,7 @@ class _Reader:
     # What is done to scores
 
     def _changes(self) -> tuple[Change, ...]:
-        """In order, without what is added to all keys of a query alike at the end."""
+        """The changes of scores in order, without what is added to all keys of a query alike at the end."""
         found: list[Change] = []
         last = True
         for raw in reversed(self.mark.raws):
@@ -1217,7 +1217,7 @@ class _Reader:
         return [Scaled(self._array(raw) if by is None else by, raw.how == "div")]
 
     def _added(self, raw: Raw) -> list[Change]:
-        """A bias; large negative numbers, alone or in a sum, where keys are not seen, as a mask."""
+        """Reads an added value: as a mask if it holds large negative numbers where keys are not seen, else as a bias."""
         if (by := number(self.values, raw.atom)) is not None:
             return [Added(by, raw.how == "sub")] if by else []
         if (mask := self._additive(raw)) is not None:
@@ -1232,7 +1232,7 @@ class _Reader:
         return [Added(self._array(raw), raw.how == "sub", self._hides(raw))]
 
     def _hides(self, raw: Raw) -> tuple[Term, ...]:
-        """What a bias of (1 - x) times a large negative number hides, where x is zero or one."""
+        """The rules by which a bias of (1 - x) times a large negative number hides keys, where x is zero or one."""
         found = scaled_difference(self.values, raw.atom, raw.indices)
         if found is None or not (-found.number if raw.how == "sub" else found.number) <= HIDDEN:
             return ()
@@ -1245,7 +1245,7 @@ class _Reader:
         return self.masks.operand(raw.atom, self.roles.of(raw.indices), SCORES)
 
     def _additive(self, raw: Raw) -> Masked | None:
-        """A large negative number added where keys are not seen."""
+        """Reads a large negative number that is added where keys are not seen; None: it is something else."""
         factor = factor_of(self.values, raw.atom, raw.indices)
         if factor is None:
             return None
@@ -1255,7 +1255,7 @@ class _Reader:
         return Masked(self._terms(factor.condition, factor.indices, not factor.seen), fill, adds=True)
 
     def _zeroed(self) -> list[Change]:
-        """Exponentials that a mask sets to zero, and not in their sum alone, are not seen."""
+        """The masks that set exponentials to zero, which must be in their sum too."""
         mark: Mark = self.mark
         if all(is_known(self.values, raw, mark.raws) for raw in (*mark.zeroed, *mark.summed)):
             return []
@@ -1266,7 +1266,7 @@ class _Reader:
         return [self._hidden(raw) for raw in mark.zeroed]
 
     def _same(self, a: Raw, b: Raw) -> bool:
-        """Whether two masks are the same. Of sums the dims of keys were there when they were masked."""
+        """Whether a mask of exponentials is that of their sum, which was masked before keys were summed: indices compare."""
         return (a.how, a.seen, a.indices) == (b.how, b.seen, b.indices) and self.values.same(a.atom, b.atom)
 
     def _hidden(self, raw: Raw) -> Change:

@@ -1,4 +1,4 @@
-"""Replacing attention that was found by attention of the library."""
+"""Runs a program with its attentions replaced by a function, such as attention of the library."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ Instead = Callable[[FoundAttention, jax.Array, jax.Array, jax.Array, "Reads"], j
 def replaced(
     found: Recognised, instead: Instead, attentions: Sequence[FoundAttention] | None = None
 ) -> Callable[[Sequence[Any]], list[Any]]:
-    """A program with its attentions computed by a function.
+    """Builds a function that runs a program with its attentions computed by `instead`.
 
     Args:
       found: the program's attentions.
@@ -80,7 +80,7 @@ class Reads:
         return operand.given(self.value(operand.value), self.sizes, spread=spread)
 
     def at(self, operand: Operand, queries: jax.Array, keys: jax.Array) -> jax.Array:
-        """An operand in its layout, at positions int [x] of queries and [y] of keys alone (`attention/found.py`)."""
+        """Reads an operand in its layout, at positions int [x] of queries and [y] of keys alone."""
         return PositionReader(self.values, self.level, self.value).operand(operand, self.sizes, queries, keys)
 
     def value(self, value: int) -> Any:
@@ -107,7 +107,7 @@ class _Plan:
         return self.remains.opened
 
     def run(self, level: Level, inputs: Sequence[Any], around: Envs) -> list[Any]:
-        """The results of a level; None for those that nobody reads."""
+        """Runs a level, and returns its results; None for those that nobody reads."""
         program = level.program
         env: dict[int, Any] = dict(program.constants)
         env.update(zip(program.inputs, inputs, strict=True))
@@ -122,7 +122,7 @@ class _Plan:
         return [next(results) if is_live else None for is_live in live]
 
     def _made(self, level: Level, equation: Equation, envs: Envs) -> Sequence[Any] | None:
-        """What an equation makes; None where nobody reads it."""
+        """The results of an equation; None where nobody reads them."""
         made = level.of(equation.outputs)
         if equation in self.opened:
             with equation.op.scope():
@@ -140,7 +140,7 @@ class _Plan:
         return found.out.taken(self.instead(found, q, k, v, reads), found.sizes).astype(found.out.dtype)
 
     def _inside(self, level: Level, equation: Equation, envs: Envs) -> Sequence[Any]:
-        """An equation in whose bodies there are attentions."""
+        """Runs an equation in whose bodies there are attentions."""
         env, bodies = envs[level], self.values.levels[equation]
         given = [atom.val if is_constant(atom) else env.get(atom) for atom in equation.inputs]
         if equation.op.scan is not None:
@@ -203,7 +203,7 @@ class _Plan:
 
 
 def plain_attention(found: FoundAttention, q: Any, k: Any, v: Any, given: Reads) -> jax.Array:
-    """softmax(changes(q · k)) · v.
+    """Computes a found attention with all scores at once: softmax(changes(q · k)) · v.
 
     Args:
       found: what is done.

@@ -1,4 +1,4 @@
-"""`python -m axonml_jax.compat`: every canary on the JAX that is installed, on two simulated CPU devices.
+"""`python -m axonml_jax.compat`: runs every canary on the JAX that is installed, on two simulated CPU devices.
 
 Run it when a new JAX comes out. One line per canary, and what was found and would go wrong where one fails; exit status 1 then.
 """
@@ -18,7 +18,7 @@ LIBRARIES = ("jax", "jaxlib", "flax")
 
 
 def main() -> int:
-    """Run every canary and print what it says.
+    """Runs every canary and prints its result.
 
     Returns:
       0 when all are well, 1 when one fails.
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def _supported() -> str:
-    """The versions that this package asks for."""
+    """The versions of libraries that this package requires."""
     try:
         wanted = requires("axonml-jax") or []
     except PackageNotFoundError:

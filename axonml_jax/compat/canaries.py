@@ -1,4 +1,4 @@
-"""What the library relies on, each with a small program that tries it; `python -m axonml_jax.compat` runs all."""
+"""Canaries: assumptions about JAX, each with a small program that tries it; `python -m axonml_jax.compat` runs all."""
 
 import functools
 import inspect
@@ -50,7 +50,7 @@ from axonml_jax.compat.varying_types import CASTS, cast_to_varying, varying_axes
 
 
 class CanaryError(RuntimeError):
-    """JAX no longer does what the library relies on.
+    """Raised where JAX no longer does what the library relies on.
 
     Attributes:
       found: what it does instead.
@@ -63,7 +63,7 @@ class CanaryError(RuntimeError):
 
 @dataclass(frozen=True)
 class Canary:
-    """One thing that the library relies on, that JAX does not promise, and that nothing else would tell us of.
+    """One assumption about JAX that it does not promise, and whose failure nothing else would tell.
 
     Attributes:
       name: in a few words.
@@ -78,7 +78,7 @@ class Canary:
     probe: Callable[[], None]
 
     def check(self) -> None:
-        """Try it on the JAX that is installed.
+        """Tries it on the JAX that is installed.
 
         Raises:
           CanaryError: with what was found, what was relied on, and what would go wrong.
@@ -95,7 +95,7 @@ class Canary:
 
 
 def expect(holds: bool, found: str) -> None:
-    """Say what was found unless it is as it should be."""
+    """Raises `CanaryError` with what was found, unless it holds."""
     if not holds:
         raise CanaryError(found)
 
@@ -122,12 +122,12 @@ def on_two(
 
 
 def operations(fun: Callable[..., Any], *args: jax.ShapeDtypeStruct) -> list[Operation]:
-    """What a function traces to."""
+    """The operations that a function traces to."""
     return [Operation(eqn) for eqn in opened(jax.make_jaxpr(fun)(*args)).equations]
 
 
 def body_of(fun: Callable[..., Any], *args: jax.ShapeDtypeStruct) -> list[Operation]:
-    """What is inside the one `shard_map` that a function consists of."""
+    """The operations inside the one `shard_map` that a function consists of."""
     (outer,) = operations(fun, *args)
     mapped = outer.mapped
     expect(mapped is not None, f"a shard_map traces to {outer.name}")
@@ -135,7 +135,7 @@ def body_of(fun: Callable[..., Any], *args: jax.ShapeDtypeStruct) -> list[Operat
 
 
 def names(found: list[Operation]) -> list[str]:
-    """Of their primitives."""
+    """The names of the operations' primitives."""
     return [operation.name for operation in found]
 
 
@@ -147,7 +147,7 @@ _BLOCK, _HEAD_SIZE = 128, 8
 
 
 def _pieces() -> None:
-    """Queries at 3, 5, 7, ... read keys at 0 to 127 and at 128 to 255, a piece each; the second is more than half hidden."""
+    """Attention of queries at 3, 5, 7, ... over keys 0 to 127 and 128 to 255, in two pieces, is that in one."""
     rng = np.random.default_rng(0)
     q, k, v, grad = (rng.normal(size=(1, 1, n * _BLOCK, _HEAD_SIZE)).astype("float32") for n in (1, 2, 2, 1))
     at = 3 + 2 * np.arange(_BLOCK, dtype="int32")
@@ -465,7 +465,7 @@ def _model(w: Any, x: Any) -> Any:
 
 
 def _asked() -> dict[str, Saveable]:
-    """Everything a policy is asked about, by primitive."""
+    """The results that a policy is asked about, by primitive."""
     asked: dict[str, Saveable] = {}
 
     def saves(result: Saveable) -> bool:
@@ -686,7 +686,7 @@ def _beside_the_partitioner() -> None:
 
 
 def _constraints(call: Callable[[Any], Any], platform: str, check_vma: bool) -> int:
-    """How many sharding constraints on scalars a reduction beside an axis of the partitioner is lowered with."""
+    """The number of sharding constraints on scalars in the lowering of a reduction beside an axis of the partitioner."""
     mesh = AbstractMesh((2, 2), (AXIS, "other"), axis_types=(AxisType.Auto,) * 2)
     mapped = jax.shard_map(call, mesh=mesh, in_specs=SPLIT, out_specs=SPLIT, axis_names={AXIS}, check_vma=check_vma)
     traced = jax.jit(mapped).trace(jax.ShapeDtypeStruct((4, 2), jnp.bfloat16))
@@ -785,7 +785,7 @@ _VIEWS: dict[str, tuple[Callable[[Operation], Any], int]] = {
     "while loops": (lambda operation: operation.loop, 1),
     "conditionals": (lambda operation: operation.branches, 1),
 }
-"""What an operation may be read as, and how many of `_program` are."""
+"""Views of an operation, and how many operations of `_program` have each."""
 
 
 def _inner() -> None:
@@ -1178,7 +1178,7 @@ TRACES_CANARIES = (
 
 
 def _seen(check_vma: bool) -> dict[str, frozenset[str]]:
-    """What is said of values inside `shard_map`."""
+    """The varying axes of some values inside `shard_map`."""
     seen: dict[str, frozenset[str]] = {}
 
     def look(x: Any, w: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Jaxprs: their parts, an operation with its inner programs, and rewriting an equation in place."""
+"""Traced programs: the parts of a jaxpr, a typed view of an equation (`Operation`), and rewriting equations in place."""
 
 import contextlib
 import functools
@@ -62,7 +62,7 @@ def trace(fun: Callable[..., PyTree], *args: PyTree) -> Traced:
 
 
 def traced_with(value: Any, tree: PyTree) -> bool:
-    """Whether a value may depend on the arrays of a tree: JAX differentiates by tracers of one class, which it hands on.
+    """Whether a value may depend on the arrays of a tree, told by the class of JAX's tracers.
 
     Where not, it does not depend on them in a trace that differentiates by them.
     """
@@ -94,7 +94,7 @@ def opened(jaxpr: Any) -> Opened:
 
 
 def constants_within(jaxpr: Any) -> list[Any]:
-    """The values that a closed jaxpr, and those that it calls, have as constants."""
+    """The constants of a closed jaxpr, and of those that it calls."""
     found, known, within = [], set(), [jaxpr]
     while within:
         each = within.pop()
@@ -106,7 +106,7 @@ def constants_within(jaxpr: Any) -> list[Any]:
 
 
 def live(jaxpr: Any) -> Any:
-    """A jaxpr without what no result needs, as it is lowered; its inputs stay, and its constants where it is closed."""
+    """Removes the equations that no result needs, as lowering does; inputs stay, and the constants of a closed jaxpr."""
     inner = _inner(jaxpr)
     kept, _ = dce_jaxpr(inner, [True] * len(inner.outvars), instantiate=True)
     return kept if isinstance(jaxpr, Jaxpr) or not isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(kept, jaxpr.consts)
@@ -201,7 +201,7 @@ _CALLS = frozenset(("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", 
 
 
 class Operation:
-    """One equation.
+    """A typed view of one equation.
 
     Args:
       eqn: JAX's own.
@@ -272,7 +272,7 @@ class Operation:
 
     @property
     def scan(self) -> Scan | None:
-        """It as a scan; None for all others."""
+        """Its view as a scan; None for all others."""
         if self.name != "scan":
             return None
         params = self.eqn.params
@@ -284,7 +284,7 @@ class Operation:
 
     @property
     def loop(self) -> While | None:
-        """It as a while loop; None for all others."""
+        """Its view as a while loop; None for all others."""
         if self.name != "while":
             return None
         params = self.eqn.params
@@ -297,12 +297,12 @@ class Operation:
 
     @property
     def chooses_by_platform(self) -> bool:
-        """Whether it is a conditional of which the compiler takes the branch for its platform."""
+        """Whether it is a conditional whose branch is chosen by the platform that is compiled for."""
         return self.eqn.params.get("branches_platforms") is not None
 
     @property
     def checkpointed(self) -> Checkpointed | None:
-        """It as a checkpointed call; None for all others."""
+        """Its view as a call under `jax.checkpoint`; None for all others."""
         if self.name != "remat2":
             return None
         params = self.eqn.params
@@ -311,7 +311,7 @@ class Operation:
 
     @property
     def mapped(self) -> Mapped | None:
-        """It as a `shard_map`; None for all others."""
+        """Its view as a `shard_map`; None for all others."""
         if self.name != "shard_map":
             return None
         params = self.eqn.params
@@ -396,7 +396,7 @@ class Operation:
 
     @property
     def traceback(self) -> Any:
-        """Where it was traced; None where JAX does not say."""
+        """The traceback of where it was traced; None where JAX does not say."""
         return self.eqn.source_info.traceback
 
     @property
@@ -413,7 +413,7 @@ class Operation:
 
 
 def function_of(op: Operation) -> str:
-    """The name of the function that an equation calls, where that says its derivative itself; "" for all others."""
+    """The name of a called function that has its own VJP; "" for all other equations."""
     return _inner(op.call).debug_info.func_name if op.name == "custom_vjp_call" and op.call is not None else ""
 
 
@@ -431,7 +431,7 @@ _OPEN = frozenset(("jit", "closed_call", "scan", "while", "cond", "remat2", "sha
 
 
 class Writer:
-    """Writes equations that come in the place of one with one result; the last one defines that result.
+    """Writes equations in the place of one with one result; the last one written defines that result.
 
     Args:
       eqn: JAX's equation.
@@ -462,13 +462,13 @@ class Writer:
         return result
 
     def equations(self) -> list[JaxprEqn]:
-        """What was written, of which the last defines the result."""
+        """The equations that were written, of which the last defines the result."""
         *others, last = self._written
         return [*others, last.replace(outvars=list(self._eqn.outvars))]
 
 
 def rewritten(jaxpr: Any, at: At, *, where: Callable[[Operation], bool]) -> Any:
-    """A jaxpr with other equations in the place of some; the same object where there is none to change.
+    """Replaces equations of a jaxpr; returns the same object where none is replaced.
 
     Args:
       jaxpr: what `trace` returns.
@@ -484,7 +484,7 @@ class _Rewriting:
         self._known: dict[int, tuple[Any, Any]] = {}  # what is called several times stays one
 
     def of(self, value: Any) -> Any:
-        """Of a jaxpr, or of a tuple of some, itself where nothing changes; anything else as it is."""
+        """Rewrites a jaxpr, or a tuple of some; returns the value itself where nothing changes."""
         if isinstance(value, tuple):
             new = tuple(map(self.of, value))
             return value if all(a is b for a, b in zip(new, value, strict=True)) else new

@@ -1,4 +1,4 @@
-"""A call of the model as one equation of a traced loss, of which only the shapes are known: it is run in another way."""
+"""A primitive that stands for a call of the model in a traced loss, of which only the shapes are known."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +13,11 @@ PRIMITIVE = "model_call"
 
 
 class Transformed(Exception):
-    """What a loss does with a model of which shapes alone do not tell what it is, as words behind "the loss"."""
+    """Raised where a loss does something to the model that shapes alone do not describe; the message follows "the loss"."""
 
 
 def model_call(number: int, arrays: Sequence[Any], made: Sequence[Any]) -> list[jax.Array]:
-    """The results of a call, in a trace.
+    """Binds the primitive, and returns stand-ins for the results of a call.
 
     Args:
       number: tells it from the trace's other calls.

@@ -1,4 +1,4 @@
-"""What JAX promises too little about: what is around code, barriers, waiting, residuals, checkpoint policies, random bits."""
+"""JAX's behaviour at its edge: contexts around code, barriers, waiting, residuals, checkpoint policies, random bits."""
 
 import contextlib
 import contextvars
@@ -37,7 +37,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def current_trace() -> Any:
-    """The trace that this code runs in: equal to another exactly where values of one may be used in the other.
+    """A token of the trace that this code runs in; equal tokens mean that values of one may be used in the other.
 
     Inside `jax.checkpoint`, a scan's body or another traced function it differs from what is around them.
     """
@@ -45,12 +45,12 @@ def current_trace() -> Any:
 
 
 def is_traced_around() -> bool:
-    """Whether a function of JAX's (`jit`, `grad`, `vmap`, `scan`) is tracing this code: what it makes may be no arrays."""
+    """Whether a function of JAX's (`jit`, `grad`, `vmap`, `scan`) traces this code, whose results may then be tracers."""
     return not trace_state_clean()
 
 
 def trace_settings() -> Hashable:
-    """JAX's settings that a traced program depends on, such as `jax.default_matmul_precision`, in this thread, as one value.
+    """JAX's settings in this thread on which a traced program depends, as one key, such as the precision of products.
 
     `jax.jit` traces anew where they differ; so must whoever keeps what was traced.
     """
@@ -66,7 +66,7 @@ def manual_axes() -> frozenset[str]:
 
 
 def typed_axes() -> frozenset[str]:
-    """Those of `manual_axes` that varying types are about: none where the user's axes stand in the place of ours."""
+    """The axes of `manual_axes` over which values can vary: none where the user's axes stand in the place of ours."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
@@ -76,7 +76,7 @@ def mesh_around() -> AbstractMesh:
 
 
 def platform_around(mesh: Mesh | None = None) -> str:
-    """What is compiled for, as devices name it ("cpu", "gpu", "tpu").
+    """The platform that is compiled for, as devices name it ("cpu", "gpu", "tpu").
 
     Args:
       mesh: where the program will run; None: the mesh around this code, if any, else the default backend.
@@ -100,7 +100,7 @@ _EMPTY = AbstractMesh((), ())
 
 
 class no_mesh_around:  # as contexts of JAX's are written
-    """Within it, or in a function that it decorates, no mesh of the user's is set (`jax.set_mesh`): public entries have it.
+    """Context, or decorator, in which no mesh of the user's is set (`jax.set_mesh`); public entries have it.
 
     It costs a look where none is set. Inside of a trace it does nothing. What it took away is there again behind it, and in
     `users_mesh_again`.
@@ -120,7 +120,7 @@ class no_mesh_around:  # as contexts of JAX's are written
             _USERS.reset(self.token)
 
     def __call__(self, fun: F) -> F:
-        """The function, in this context; where no mesh is set it is called as it is."""
+        """Decorates a function; where no mesh is set it is called directly."""
 
         @functools.wraps(fun)
         def entered(*args: Any, **kwargs: Any) -> Any:
@@ -139,7 +139,7 @@ def users_mesh_again() -> Any:
 
 
 def under_users_mesh(values: Iterable[Any]) -> Iterator[Any]:
-    """The same values, each of which is made under the mesh that the user has set."""
+    """Yields the same values, each of which is made under the mesh that the user has set."""
     found = iter(values)
     while True:
         with users_mesh_again():
@@ -151,7 +151,7 @@ def under_users_mesh(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def handed_back(tree: T) -> T:
-    """Arrays as the user's own under the mesh that he has set, where it has Explicit axes: JAX computes with no others there.
+    """Gives arrays the shardings of the user's own mesh, if it has Explicit axes: JAX computes with no others there.
 
     Nothing is moved. What lies on the devices of his mesh is told in its names; what is spread over them otherwise stays as it
     is, until `jax.device_put(x, PartitionSpec(...))`.
@@ -163,7 +163,7 @@ def handed_back(tree: T) -> T:
 
 
 def taken_in(tree: T) -> T:
-    """The inverse: arrays on a mesh with Explicit axes as arrays on one without, which our programs take."""
+    """The inverse of `handed_back`: arrays on a mesh with Explicit axes become arrays on one with Auto axes."""
     auto = lambda mesh: Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     explicit = lambda leaf: (
         isinstance(lies := getattr(leaf, "sharding", None), NamedSharding)
@@ -173,7 +173,7 @@ def taken_in(tree: T) -> T:
 
 
 def _told(leaf: Any, mesh: Mesh) -> Any:
-    """The same array with its place told in the names of another mesh of the same devices; itself where it cannot be."""
+    """The same array with its sharding in the names of another mesh of the same devices; unchanged where that cannot be."""
     lies = leaf.sharding
     if not isinstance(lies, NamedSharding) or isinstance(leaf, Tracer):
         return leaf
@@ -203,20 +203,20 @@ def placements_read() -> Any:
 
 
 def users_meshes() -> tuple[AbstractMesh, ...] | None:
-    """Within `placements_read` the meshes that were set around it; elsewhere None."""
+    """The meshes that were set around `placements_read`, inside of it; elsewhere None."""
     return _PLACED.value
 
 
 @contextlib.contextmanager
 def standing_for(mesh: AbstractMesh) -> Iterator[None]:
-    """Within it code sees a mesh in the place of the one around; `mesh_around` and `manual_axes` say what that is."""
+    """Context in which code sees another mesh in the place of the one around, which `mesh_around` still gives."""
     with _REAL(mesh_around()), under_mesh(mesh):
         yield
 
 
 @contextlib.contextmanager
 def under_mesh(mesh: AbstractMesh) -> Iterator[None]:
-    """Within it a mesh, perhaps of another size, stands in the place of the one around."""
+    """Context in which a mesh, perhaps of another size, replaces the one around."""
     with use_abstract_mesh(_EMPTY), use_abstract_mesh(mesh):  # JAX lets a mesh that is set neither grow nor shrink
         yield
 
@@ -232,11 +232,11 @@ _REFUSALS = re.compile(
     "|set a mesh via|`Manual` AxisType|requires a non-empty mesh|auto mesh context or metadata is required"
     "|with_sharding_constraint"
 )
-"""In JAX's and Flax's words: in tracebacks their own frames are left out. A canary tries every spelling."""
+"""Words of JAX's and Flax's errors that refuse placements; tracebacks lack their frames. A canary tries every spelling."""
 
 
 def refuses_placement(error: BaseException) -> bool:
-    """Whether JAX or Flax refuse what code says of where arrays are to lie."""
+    """Whether JAX or Flax has refused where code places arrays."""
     return type(error).__name__ == "ShardingTypeError" or _REFUSALS.search(str(error)) is not None
 
 
@@ -247,7 +247,7 @@ def axis_not_found(error: BaseException) -> str | None:
 
 
 def callers_line(error: BaseException) -> str:
-    """The innermost line outside of JAX, Flax and what traces losses here that an error went through: the user's."""
+    """The user's line in an error's traceback: the innermost outside of JAX, Flax and the tracing of losses here."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_LIBRARIES)]
     return f"{frames[-1].filename}:{frames[-1].lineno} (in {frames[-1].name})"
 
@@ -269,7 +269,7 @@ BARRIER = "optimization_barrier"
 
 
 def together(values: T) -> T:
-    """The same values, none of which is there before all are.
+    """Ties values by a barrier: none is there before all are.
 
     Args:
       values: a pytree of arrays without typed random keys, which have no barrier.
@@ -278,7 +278,7 @@ def together(values: T) -> T:
 
 
 def together_as_typed(values: Sequence[Any]) -> list[Any]:
-    """`together` of arrays that may vary over different axes, each of which keeps its type.
+    """`together` for arrays that may vary over different axes; each keeps its type.
 
     Where a barrier types all of its results alike (before jax 0.11) there is one for each type.
     """
@@ -293,7 +293,7 @@ def together_as_typed(values: Sequence[Any]) -> list[Any]:
 
 
 def after(value: T, others: Any) -> T:
-    """`value`, not there before `others` are; these stay in the program for it, even if nothing else reads them.
+    """Ties `value` to `others` by a barrier: it is not there before them, and they stay in the program for it.
 
     Args:
       value: a pytree of arrays without typed random keys.
@@ -340,7 +340,7 @@ CALLS_WITH_GRADIENTS = frozenset(("custom_vjp_call", "custom_jvp_call"))
 
 
 class Saveable(NamedTuple):
-    """A result that may be saved for the backward: the operation under `jax.checkpoint` that makes it.
+    """A result under `jax.checkpoint` that may be saved for the backward, with the operation that makes it.
 
     Attributes:
       primitive: its primitive's name.
@@ -359,7 +359,7 @@ class Saveable(NamedTuple):
 
     @property
     def made_by(self) -> tuple[str, ...]:
-        """The primitives that make it: of a call with gradients of its own, of which JAX asks as a whole, those within."""
+        """The primitives that make the result; for a call with gradients of its own, those inside of it."""
         body = self.params.get("call_jaxpr") if self.primitive in CALLS_WITH_GRADIENTS else None
         if body is None:
             return (self.primitive,)
@@ -369,7 +369,7 @@ class Saveable(NamedTuple):
 
     @property
     def body(self) -> "list[Saveable] | None":
-        """The operations of a call with gradients of its own, or of one that it makes; None for every other operation."""
+        """The operations inside a call with gradients of its own, or inside a `jit`; None for all others."""
         body = self.params.get("jaxpr" if self.primitive == "jit" else "call_jaxpr")
         if body is None or self.primitive not in {*CALLS_WITH_GRADIENTS, "jit"}:
             return None
@@ -379,13 +379,13 @@ class Saveable(NamedTuple):
 
     @property
     def fft_type(self) -> jax.lax.FftType | None:
-        """Of a Fourier transform; None for every other operation."""
+        """The type of a Fourier transform; None for every other operation."""
         return self.params["fft_type"] if self.primitive == "fft" else None
 
 
 @dataclass(frozen=True)
 class SaveWhere:
-    """A policy for `jax.checkpoint(policy=...)`: a result is kept for the backward where `saves(result)`, else made again.
+    """A policy for `jax.checkpoint`: a result is kept for the backward where `saves(result)`, else recomputed.
 
     Equal ones compare equal, so that equal calls share a trace.
 
@@ -406,7 +406,7 @@ TO_HOST = Offloadable(src="device", dst="pinned_host")
 
 @dataclass(frozen=True)
 class TellsHost:
-    """A policy for `jax.checkpoint`, which tells when it first sends a result to another memory.
+    """A policy for `jax.checkpoint` that tells of every result that it sends to another memory.
 
     Args:
       policy: of JAX's, or the user's.
@@ -417,7 +417,7 @@ class TellsHost:
     told: Callable[[str], None]
 
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
-        """JAX's protocol."""
+        """The protocol of JAX's policies."""
         found = self.policy(prim, *avals, **params)
         if isinstance(found, Offloadable):
             self.told(str(params.get("name", prim.name)))
@@ -436,7 +436,7 @@ _FILES = tuple(
 
 
 def is_compiling(files: Iterable[str]) -> bool:
-    """Whether one of the files of a thread's calls is one in which JAX traces a program, lowers it or has XLA compile it.
+    """Whether a thread traces, lowers or compiles a program, told by the files of its calls.
 
     While a compiled program runs, none of them is among the calls.
     """
@@ -477,7 +477,7 @@ def bernoulli_at(key: jax.Array, rate: float, high: jax.Array, low: jax.Array) -
 
 
 def _uniform(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Bits as numbers from 0 to 1, as `jax.random.uniform` makes them: their upper ones are a mantissa."""
+    """Numbers from 0 to 1 from random bits, as `jax.random.uniform` makes them: the upper bits are a mantissa."""
     info = jnp.finfo(dtype)
     one = jax.lax.bitcast_convert_type(jnp.ones((), dtype), bits.dtype)
     mantissa = jax.lax.shift_right_logical(bits, jnp.asarray(info.bits - info.nmant, bits.dtype))
@@ -495,7 +495,7 @@ _LACKED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("lacke
 
 @contextlib.contextmanager
 def noting_lacked_streams(found: set[str]) -> Iterator[None]:
-    """Within it, names of streams that Linen modules ask for and do not have are added to `found`."""
+    """Context in which names of streams that Linen modules ask for and do not have are added to `found`."""
     token = _LACKED.set(found)
     try:
         yield
@@ -530,7 +530,7 @@ Scope.has_rng = _noting(Scope.has_rng)  # pyright: ignore[reportAttributeAccessI
 
 @dataclass(frozen=True)
 class Saved:
-    """What a forward leaves for its backward.
+    """The residuals of a forward, without the values that its backward gets again.
 
     Attributes:
       residuals: the arrays kept.
@@ -543,7 +543,7 @@ class Saved:
     places: tuple[tuple[bool, int], ...]
 
     def restore(self, provided: Sequence[Any]) -> Callable:
-        """The vjp function, with `provided` (in the order of the forward's) in the place of what was dropped."""
+        """The vjp function, with `provided` (in the forward's order) in the place of the dropped residuals."""
         return self.treedef.unflatten([(provided if again else self.residuals)[i] for again, i in self.places])
 
 
@@ -589,7 +589,7 @@ def can_wait(value: Any) -> bool:
 
 
 def waiting(value: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
-    """`value`, bit for bit and of the same type, which XLA:CPU makes when it has made `others`, for one more pass over it.
+    """Makes `value` wait for `others` on XLA:CPU, bit for bit and of the same type, for one more pass over it.
 
     Args:
       value: any array that `can_wait`.
@@ -640,7 +640,7 @@ _CONSTRAINTS = frozenset(("sdy.sharding_constraint", "stablehlo.custom_call"))  
 
 
 def reduce_without_constraints() -> None:
-    """Have JAX lower reductions over ranks without sharding constraints on the two scalars that they reduce.
+    """Makes JAX lower reductions over ranks without sharding constraints on the two scalars that they reduce.
 
     It holds in the whole process, for the user's own reductions and those of gradients too; once is enough, and again changes
     nothing. Programs for other platforms are lowered as ever.

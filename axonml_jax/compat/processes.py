@@ -1,4 +1,4 @@
-"""Processes at JAX's edge: the coordination service, compiled programs that are kept, the platform."""
+"""Processes at JAX's edge: the coordination service, the cache of compiled programs, the choice of platform."""
 
 import ctypes
 import functools
@@ -21,14 +21,14 @@ _TASK = re.compile(r"\b[Tt]ask[ :](\d+)")
 
 
 class CoordinatorClient(Protocol):
-    """What the library uses of it. Whatever fails raises `jax.errors.JaxRuntimeError`; times are in milliseconds."""
+    """The coordinator's client, as far as it is used; failures raise `jax.errors.JaxRuntimeError`, times are milliseconds."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
         """Set a key that nobody has set, or any."""
         ...
 
     def key_value_increment(self, key: str, increment: int) -> int:
-        """Add to a key's number, 0 at first; the sum."""
+        """Adds to a key's number, 0 at first, and returns the sum."""
         ...
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
@@ -36,15 +36,15 @@ class CoordinatorClient(Protocol):
         ...
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-        """Wait until a key is set; its value."""
+        """Waits until a key is set, and returns its value."""
         ...
 
     def key_value_delete(self, key: str) -> None:
-        """Forget a key, or the folder of that name."""
+        """Deletes a key, or the folder of that name."""
         ...
 
     def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int] | None = None) -> None:
-        """Wait until the processes, or all, have come here; a name is good for one barrier."""
+        """Waits until these processes, or all, have come here; a name is good for one barrier."""
         ...
 
 
@@ -59,7 +59,7 @@ def lost_processes(error: BaseException) -> list[int]:
 
 
 def coordinator_client() -> CoordinatorClient:
-    """This process's connection."""
+    """This process's client of the coordinator."""
     # jax.distributed has no public handle to its key-value store and barriers; Orbax reads the same attribute.
     from jax._src import distributed
 
@@ -69,14 +69,14 @@ def coordinator_client() -> CoordinatorClient:
 
 
 def joined_as() -> tuple[int, int]:
-    """Which process of how many this is, as it was joined; no backend is started, as `jax.process_count` does."""
+    """This process's number and the number of processes, as it was joined; no backend is started for it."""
     from jax._src import distributed
 
     return distributed.global_state.process_id, distributed.global_state.num_processes
 
 
 def cloud_tpu_place(environ: Mapping[str, str], timeout: float) -> tuple[str, int, int] | None:
-    """Process 0's address, how many processes there are and which this is, by the metadata of Google's cloud.
+    """Process 0's address, the number of processes and this one's, from the metadata of Google's cloud.
 
     Args:
       environ: environment variables.
@@ -120,7 +120,7 @@ def keep_in_every_process() -> None:
 
 
 class _Write:
-    """JAX's function that writes a program, and the same for a process that takes itself for process 0."""
+    """JAX's function that writes a compiled program to its cache, in which every process writes programs for CPUs."""
 
     def __init__(self, usual: Callable):
         assert isinstance(usual, FunctionType)

@@ -27,7 +27,7 @@ KNOWN = ("random_bits", "random_split", "random_fold_in", "random_seed", "random
 
 
 class Drawn(NamedTuple):
-    """A draw in a traced program.
+    """A random draw in a traced program.
 
     Attributes:
       name: of its primitive.
@@ -43,7 +43,7 @@ class Drawn(NamedTuple):
 
 
 def row_key(key: jax.Array, part: Any, rows: int, parts: int) -> jax.Array:
-    """A key of one part's rows.
+    """Makes the key of one part's rows.
 
     Args:
       key: that of the whole batch, a typed one.
@@ -69,7 +69,7 @@ def is_row_key(x: Any) -> bool:
 
 
 def rows_of(key: Any) -> int:
-    """How many rows a part has, of a key of rows or its shape."""
+    """The number of rows of a part, from a key of rows or its shape."""
     found = re.search(rf"{TAG}(\d+)of", str(key.dtype))
     assert found is not None
     return int(found[1])
@@ -77,7 +77,7 @@ def rows_of(key: Any) -> int:
 
 @functools.cache
 def _impl(rows: int, parts: int) -> Any:
-    """The generator of keys of parts: of threefry's two words, and the part's number."""
+    """The random generator of keys of parts: threefry's two words, and the part's number."""
     whole = lambda shape, dim: (*shape[:dim], shape[dim] * parts, *shape[dim + 1 :])
     words = lambda key: jax.random.wrap_key_data(key[:2], impl=THREEFRY)
 
@@ -119,12 +119,12 @@ def _impl(rows: int, parts: int) -> Any:
 
 
 def _by_place() -> bool:
-    """Whether the generator makes each number of its place in the whole draw alone."""
+    """Whether the generator computes each number from its place in the whole draw alone."""
     return bool(jax.config.jax_threefry_partitionable)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _at_places(key: jax.Array, shape: Sequence[int], dim: int, parts: int) -> Words:
-    """What threefry makes of the places that a part of `shape` has in the whole draw, whose `dim` has all parts."""
+    """The words of threefry at a part's places in the whole draw, whose `dim` has all parts."""
     sizes = [size * parts if d == dim else size for d, size in enumerate(shape)]
     high, low = jnp.zeros((), jnp.uint32), jnp.zeros((), jnp.uint32)
     for d, size in enumerate(shape):
@@ -152,7 +152,7 @@ def _times(x: jax.Array, factor: int) -> Words:
 
 
 def _joined(words: Words, dtype: Any) -> jax.Array:
-    """Random bits of both words, as threefry joins them."""
+    """Joins both words to random bits, as threefry does."""
     first, second = words
     if dtype.itemsize == 8:
         return first.astype(dtype) << jnp.asarray(32, dtype) | second.astype(dtype)
@@ -163,7 +163,7 @@ def _joined(words: Words, dtype: Any) -> jax.Array:
 
 
 def drawn_by_rows(key: Any, jaxpr: Any) -> tuple[Drawn, ...]:
-    """The draws of a program where the key is one of rows; of others nothing is asked."""
+    """The draws of a program if the key is one of rows; else none."""
     return tuple(draws(jaxpr)) if is_row_key(key) else ()
 
 

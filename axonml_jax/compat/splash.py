@@ -17,7 +17,7 @@ _HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 @dataclass(frozen=True)
 class SplashCall:
-    """What is the same for every piece.
+    """The options that all pieces share.
 
     Attributes:
       rows, columns: of a block: how many queries, and how many keys, multiples of 128 that divide them.
@@ -37,12 +37,12 @@ class SplashCall:
 
     @property
     def bounded(self) -> bool:
-        """Whether places decide what is seen."""
+        """Whether positions bound which keys a query sees, before or after it."""
         return self.before is not None or self.after is not None
 
 
 class Visits(NamedTuple):
-    """Which pairs of blocks are computed (i blocks of queries, j of keys).
+    """The pairs of blocks that are computed (i blocks of queries, j of keys).
 
     Attributes:
       keys: for every block of queries the blocks of keys that it visits, int [i, at most j], and whether each counts.
@@ -73,7 +73,7 @@ class SplashPiece(NamedTuple):
 
 
 def splash_forward(call: SplashCall, piece: SplashPiece) -> tuple[jax.Array, jax.Array]:
-    """What queries read, [b, n, s, d] in the dtype of q, and the logarithm of their sums of exp(score), float32 [b, n, s].
+    """The attention of a piece, [b, n, s, d] in the dtype of q, and the log-sum-exp of its scores, float32 [b, n, s].
 
     Of a query that sees no key they are 0 and -inf.
     """
@@ -96,7 +96,7 @@ def splash_forward(call: SplashCall, piece: SplashPiece) -> tuple[jax.Array, jax
 def splash_backward(
     call: SplashCall, piece: SplashPiece, lse: jax.Array, inner: jax.Array, grad: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The piece's part in the gradients of q, k and v, in their dtypes, of an attention that consists of any number of pieces.
+    """The piece's contribution to the gradients of q, k and v, in their dtypes, in an attention of any number of pieces.
 
     Args:
       call, piece: as of `splash_forward`.
@@ -127,7 +127,7 @@ def splash_backward(
 
 
 def _by_row(fun: Callable[..., Any], piece: SplashPiece, *arrays: jax.Array) -> Any:
-    """The kernel's programs know no rows."""
+    """Maps the kernel's programs, which have no batch dim, over rows."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     segments = None if piece.segments is None else splash.SegmentIds(*piece.segments)

@@ -19,7 +19,7 @@ _LOG2E = 1.4426950408889634
 
 
 def varying_together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The arrays typed as varying over the same manual axes (`check_vma=True`), as a kernel wants its operands.
+    """Types the arrays as varying over the same manual axes (`check_vma=True`), as a kernel requires of its operands.
 
     The casts' transposes sum the gradients of parameters: give a custom gradient what comes out of here.
     """
@@ -69,7 +69,7 @@ def kernel_call(
 
 
 def load(ref: Any, places: Any, inside: Any = None, otherwise: float = 0.0) -> jax.Array:
-    """Elements of an operand; `otherwise` where `inside` is False."""
+    """Loads elements of an operand; `otherwise` where `inside` is False."""
     at = ref.at[places]
     return backend.load(at) if inside is None else backend.load(at, mask=inside, other=otherwise)
 

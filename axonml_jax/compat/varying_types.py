@@ -39,7 +39,7 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def shape_of(aval: AbstractValue) -> Any:
-    """What stands for a value where only shape, dtype and varying type count."""
+    """A stand-in for a value, with its shape, dtype and varying type."""
     shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]
     if not (axes := tuple(sorted(varying_axes(aval)))):
         return shape
@@ -59,7 +59,7 @@ def cast_to_varying(x: Any, axes: tuple[str, ...]) -> jax.Array:
 
 
 def varying_alike(values: Sequence[Any], given: Sequence[AbstractValue]) -> Sequence[Any]:
-    """`values`, typed as varying over the same axes where the operands they stand for were.
+    """Types `values` as varying over the same axes, where the operands that they stand for did.
 
     A program that runs again on values that vary over more axes than it was traced with (what a pipeline's stage reads varies
     over `pipe`) meets operations that want all their operands to vary alike, where some are made inside of fewer.

@@ -1,11 +1,11 @@
-"""What differs from one version of JAX to the next and cannot be asked, only known: which version does what."""
+"""Differences between versions of JAX that cannot be probed, only known."""
 
 from importlib.metadata import version
 
 import jax
 
 PACKAGES = ("axonml-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-"""Whose versions checkpoints and flight records name."""
+"""Packages whose versions checkpoints and flight records name."""
 
 BRANCHES_WRITE_IN_PLACE: bool = jax.__version_info__ >= (0, 11)
 """Whether XLA lets a branch write into a buffer of the loop around it; before, it copies the whole buffer in every tick."""

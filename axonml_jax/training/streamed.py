@@ -32,7 +32,7 @@ from axonml_jax.training.state import TrainState
 # --------------------------------------------------------------------------------------------------
 # Whether an update of slices is the slices of an update, seen in the two traced programs.
 #
-# Stricter than what lets an optimizer see shards (`elementwise`): a wrong answer there is refused, here it would be
+# Stricter than what lets an optimizer see shards (`training/on_shards.py`): a wrong answer there is refused, here it would be
 # silent.
 # --------------------------------------------------------------------------------------------------
 
