@@ -313,7 +313,7 @@ class GradientBucket:
         return True
 
     def flat(self) -> list[jax.Array]:
-        """What travels: one [elements] array per dtype, dtypes in order of first appearance."""
+        """The arrays that are communicated: one [elements] array per dtype, dtypes in order of first appearance."""
         return [jnp.concatenate([self._gradients[i].ravel() for i in indices]) for indices in self._by_dtype()]
 
     def extract(self, flat: Sequence[jax.Array] | None = None) -> list[jax.Array]:

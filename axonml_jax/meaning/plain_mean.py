@@ -94,7 +94,7 @@ class Walk:
         return self.parts
 
     def program(self, whole: Program, local: Program, given: Sequence[Known]) -> list[Known]:
-        """What is known of a program's results, from what is known of its inputs."""
+        """Derives how each result of a program is made of the ranks' values (`Known`), from the same of its inputs."""
         if len(whole.equations) != len(local.equations):
             raise NotProven
         env, names = dict(zip(whole.inputs, given, strict=True)), dict(zip(local.inputs, whole.inputs, strict=True))

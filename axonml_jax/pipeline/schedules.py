@@ -323,7 +323,7 @@ class GPipe(AbstractSchedule):
         return Ticks(forward, last + back)
 
     def ideal_makespan(self, forward: float, input_gradient: float, weight_gradient: float) -> float | None:
-        """(VM + S-1)(F+B), for M >= S where there are several chunks."""
+        """The classic order takes (VM + S-1)(F+B); None for M < S with several chunks."""
         if self.num_chunks > 1 and self.num_microbatches < self.num_ranks:
             return None
         steps = self.num_chunks * self.num_microbatches + self.num_ranks - 1
@@ -391,7 +391,7 @@ class Interleaved(AbstractSchedule):
         return Ticks(forward, (chunks + 1) * ranks - 2 - rank + first + (chunks - 1 - chunk) * ranks)
 
     def ideal_makespan(self, forward: float, input_gradient: float, weight_gradient: float) -> float | None:
-        """(VM + S-1)(F+B), in times of one chunk, for whole groups of microbatches."""
+        """The classic order takes (VM + S-1)(F+B), in times of one chunk; None without whole groups of microbatches."""
         if self.order_problems():
             return None
         steps = self.num_chunks * self.num_microbatches + self.num_ranks - 1
@@ -445,7 +445,7 @@ class OneFOneB(AbstractSchedule):
         return Ticks(rank + microbatch, 2 * (self.num_ranks - 1) - rank + microbatch)
 
     def ideal_makespan(self, forward: float, input_gradient: float, weight_gradient: float) -> float:
-        """(M + S-1)(F+B)."""
+        """The classic order takes (M + S-1)(F+B)."""
         return (self.num_microbatches + self.num_ranks - 1) * (forward + input_gradient + weight_gradient)
 
 
@@ -504,7 +504,7 @@ class ZeroBubble(AbstractSchedule):
         return Ticks(rank + microbatch, latest - rank + microbatch, latest + 0 * rank + microbatch)
 
     def ideal_makespan(self, forward: float, input_gradient: float, weight_gradient: float) -> float | None:
-        """M(F+I+W) and the bubble; None unless M fills the warm-up and W is no longer than F and I, which hide it."""
+        """The time M(F+I+W) and the bubble; None unless M fills the warm-up and W is no longer than F and I, which hide it."""
         late = 1 if self.variant == "H1" else 2
         if self.num_microbatches <= late * (self.num_ranks - 1) or weight_gradient > min(forward, input_gradient):
             return None

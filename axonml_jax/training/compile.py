@@ -128,7 +128,7 @@ class Compiled:
         return self._again("trace", args, kwargs)
 
     def as_written(self, *args: Any) -> Any:
-        """What was traced for a call on arguments like these, without the passes for CPUs."""
+        """The traced program of a call on arguments like these, without the passes for CPUs."""
         with self._reading():
             kept = self._written.get(self._like(args, {}))
         return self.trace(*args) if kept is None else kept

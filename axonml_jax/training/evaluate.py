@@ -675,8 +675,11 @@ class Forward:
         return read(variables, key, arrays)
 
     def _dims(self, variables: Variables, arrays: Arrays, static: tuple) -> tuple[PyTree, PyTree, PyTree]:
-        """For every output the dim that grows with the batch, or -1, the dims that are split otherwise, with their axes, and
-        its shape on one device, of which split dims may be padded; () where that is not asked."""
+        """The layout of every output: `(batch dims, other split dims, shapes on one device)`, each a tree like the outputs.
+
+        A batch dim is -1 where none grows with the batch; split dims are `{dim: mesh axes}`, and may be padded. Shapes
+        are () unless split dims may be padded.
+        """
         placement, key = self.placement, jax.random.key(0)
         parts, dims = self._batch_dims(variables, arrays, static)
         split = self._position_dims(parts, dims, variables, arrays, static)
@@ -779,7 +782,7 @@ class Forward:
             )
 
     def _followed(self, group: Any, place: Any, arrays: Arrays, static: tuple) -> dict[str, Any]:
-        """How ranks hold every output, followed through the model's operations from arrays that are split at `place`."""
+        """Follows how ranks hold values, from arrays split at `place` through the model's operations to every output."""
         from axonml_jax.meaning.following import Following
 
         names, own = [], replace(self.mode, batch_norm_axes=())

@@ -61,7 +61,7 @@ class Rounds(StepTransform):
 
 @dataclass(frozen=True)
 class RoundsKept(Kept):
-    """How a `RoundState` rests: the replicas' parameters as their optimizer's state, the outer momentum as outer parameters."""
+    """Stores a `RoundState`: replicas' parameters like their optimizer state, the outer momentum like outer parameters."""
 
     placement: Placement
     rest: Rest
