@@ -232,7 +232,7 @@ class Operand:
 
         Args:
           x: the value.
-          sizes: of every label.
+          sizes: the size of every label.
           spread: whether dims along which it does not change have their whole size; else they have size 1.
         """
         return arranged(jnp.asarray(x, self.dtype), self.indices, self.wanted(sizes), spread=spread)
@@ -314,7 +314,7 @@ def activations(values: Nested, program: Program, weights: Collection[int] | Non
     """The values that are more than weights, or inputs, that were moved, cast and combined element by element.
 
     Args:
-      values: of the program.
+      values: the values of the program.
       program: the whole.
       weights: which of its inputs are weights, by position; None: all may be.
     """
@@ -688,13 +688,13 @@ class FoundAttention:
       q, k, v: given as [batch, query, heads, size], [batch, key, kv heads, size] and [batch, key, kv heads, value]; query head
         i reads key head i // (heads / kv heads). A scale that is multiplied into q or k is part of it.
       out: the result, taken as [batch, query, heads, value].
-      sizes: of each label of `operand.LABELS`.
-      changes: of the scores, in order; what is the same for all keys of a query is left out, as the softmax leaves it out.
-      scores_dtype, weights_dtype: of the product of q and k, and in which the weights meet v.
-      precisions: of the two products.
-      zero: of the rules of `mask` those outside which the weights are set to zero, too: what a query gets that sees no key.
+      sizes: the size of each label of `operand.LABELS`.
+      changes: the changes of the scores, in order, without what is the same for all keys of a query: the softmax drops it.
+      scores_dtype, weights_dtype: the dtypes of the product of q and k, and in which the weights meet v.
+      precisions: the precisions of the two products.
+      zero: the rules of `mask` outside which the weights are set to zero, too: what a query gets that sees no key.
       gates: arrays that the weights are multiplied with, and rules outside which they are set to zero, alike for all keys.
-      dropout: of the weights.
+      dropout: the dropout of the weights.
       line: the user's line that computes the scores.
       scopes: the name scopes of the result, as a path.
       left: why it is left as it is; "" where it may be replaced.
@@ -828,7 +828,7 @@ class Recognised:
     """The attentions of a program that were found, and what was missed.
 
     Attributes:
-      attentions: those found, in the order of their results.
+      attentions: the attentions that were found, in the order of their results.
       missed: what looks like one and is not recognised.
       values: the program that they are in.
     """

@@ -66,7 +66,7 @@ def classified(values: Nested, leaves: Sequence[MaskLeaf], sizes: Mapping[str, i
     Args:
       values: the program.
       leaves: parts of a mask that follow from positions alone.
-      sizes: of queries and keys.
+      sizes: the numbers of queries and keys.
     """
     num_queries, num_keys = sizes["query"], sizes["key"]
     seen = lambda i, j: _seen(values, leaves, i, j)
@@ -171,7 +171,7 @@ class MaskReader:
     Attributes:
       values: the program.
       level: where the attention is.
-      sizes: of its labels.
+      sizes: the sizes of its labels.
     """
 
     values: Nested

@@ -204,7 +204,7 @@ class Roles:
     Attributes:
       q, k, v: the operands, before heads were repeated.
       pieces: label of the chain -> its parts, the least significant first: (stride, size, the attention's label, stride there).
-      sizes: of each label of the attention.
+      sizes: the size of each label of the attention.
     """
 
     q: Source
@@ -387,7 +387,7 @@ class StageRules:
       values: the program.
       marks: what its values are; filled by whoever asks.
       broken: products whose scores go through a softmax that is not understood, or whose weights meet no values: why.
-      over: of products the operands of whose dims a softmax goes over some that are not all, or not alone.
+      over: for products, the operands of whose dims a softmax goes over only some, or over others too.
     """
 
     values: Nested
@@ -621,7 +621,7 @@ class Remains:
 
     Attributes:
       values: the program.
-      replaced: those values, and what each is made of.
+      replaced: the replaced values, and what each is made of.
       places: the levels at which they are made.
     """
 
@@ -692,8 +692,8 @@ def settled(
 
     Args:
       values: the program.
-      attentions: those found.
-      products: of queries and keys, of each.
+      attentions: the attentions that were found.
+      products: the product of queries and keys of each.
       marks: what every value is.
     """
     found = list(attentions)
@@ -755,8 +755,8 @@ class ReadChain:
 
     Attributes:
       values: the program.
-      mark: of the chain's result.
-      roles: of its dims.
+      mark: the mark of the chain's result.
+      roles: the roles of its dims.
       masks: reads its masks.
     """
 
@@ -798,7 +798,7 @@ def weights_changes(chain: ReadChain, changes: Sequence[Change], marks: Mapping[
 
     Args:
       chain: it.
-      changes: of its scores.
+      changes: the changes of its scores.
       marks: what every value is.
 
     Raises:
@@ -972,10 +972,10 @@ class SoftmaxChains:
     """All softmax chains of a program.
 
     Attributes:
-      chains: in the order of their results.
+      chains: the chains, in the order of their results.
       marks: what every value is that is made of a product.
       broken: products whose scores go through a softmax that is not understood, or whose weights meet no values: why.
-      over: of these the operands of whose dims such a softmax goes over some.
+      over: for these, the operands of whose dims such a softmax goes over some.
     """
 
     chains: Sequence[SoftmaxChain]

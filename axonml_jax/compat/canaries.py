@@ -66,7 +66,7 @@ class Canary:
     """One assumption about JAX that it does not promise, and whose failure nothing else would tell.
 
     Attributes:
-      name: in a few words.
+      name: what is assumed, in a few words.
       relies: what the library relies on, a sentence.
       otherwise: what would silently go wrong, a sentence.
       probe: tries it; raises `CanaryError` with what was found (`expect`), or fails in another way.
@@ -229,7 +229,7 @@ TRITON_CANARIES = (
 
 
 # --------------------------------------------------------------------------------------------------
-# Canaries about `compat/processes/`: how processes start and meet, and the compiled programs that they keep.
+# Canaries about `compat/processes.py`: how processes start and meet, and the compiled programs that they keep.
 # --------------------------------------------------------------------------------------------------
 
 _SECOND = 1000
@@ -746,7 +746,7 @@ COLLECTIVE_NAMES_CANARIES = (
 
 
 # --------------------------------------------------------------------------------------------------
-# Canaries about jaxprs and their equations (`jaxpr.py`, `compat/jaxpr.py`), which are read, cut and run again.
+# Canaries about jaxprs and their equations (`compat/jaxpr.py`), which are read, cut and run again.
 # --------------------------------------------------------------------------------------------------
 
 

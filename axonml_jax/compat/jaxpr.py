@@ -172,7 +172,7 @@ class Checkpointed(NamedTuple):
 
     Attributes:
       body: its jaxpr.
-      options: those that `jax.checkpoint` takes.
+      options: options that `jax.checkpoint` takes.
       in_backward: whether it computes again in a backward; it is then lowered with a barrier.
     """
 

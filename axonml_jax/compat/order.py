@@ -409,7 +409,7 @@ class TellsHost:
     """A policy for `jax.checkpoint` that tells of every result that it sends to another memory.
 
     Args:
-      policy: of JAX's, or the user's.
+      policy: a policy of JAX's, or the user's.
       told: is called with the name of the result or of its operation; it may refuse by an error.
     """
 

@@ -30,8 +30,8 @@ class Drawn(NamedTuple):
     """A random draw in a traced program.
 
     Attributes:
-      name: of its primitive.
-      shape: of what is drawn by each key; of `random_fold_in` that of its numbers.
+      name: the name of its primitive.
+      shape: the shape of what is drawn by each key; for `random_fold_in` that of its numbers.
       by_rows: its key is one of rows.
       line: the user's.
     """
@@ -46,7 +46,7 @@ def row_key(key: jax.Array, part: Any, rows: int, parts: int) -> jax.Array:
     """Makes the key of one part's rows.
 
     Args:
-      key: that of the whole batch, a typed one.
+      key: the typed key of the whole batch.
       part: the number of the part.
       rows: how many a part has.
       parts: how many there are.

@@ -20,7 +20,7 @@ class SplashCall:
     """The options that all pieces share.
 
     Attributes:
-      rows, columns: of a block: how many queries, and how many keys, multiples of 128 that divide them.
+      rows, columns: the size of a block: how many queries, and how many keys, multiples of 128 that divide them.
       stride: what the place of a key counts, where that of a query is compared with it.
       before, after: a query at place p sees key i where p - before <= i * stride <= p + after; None: no bound.
       softcap: holds scores between -softcap and softcap.
@@ -59,7 +59,7 @@ class SplashPiece(NamedTuple):
     Attributes:
       q: [b, n, s, d], scaled.
       k, v: [b, g, t, d].
-      places: of the queries, int32 [s], where the call is bounded; else None.
+      places: the positions of the queries, int32 [s], where the call is bounded; else None.
       segments: int32 [b, s] and [b, t]: a query sees the keys of its own; or None.
       visits: None: every block of queries visits every block of keys.
     """
@@ -99,7 +99,7 @@ def splash_backward(
     """The piece's contribution to the gradients of q, k and v, in their dtypes, in an attention of any number of pieces.
 
     Args:
-      call, piece: as of `splash_forward`.
+      call, piece: those of `splash_forward`.
       lse: float32 [b, n, s], of all pieces together.
       inner: float32 [b, n, s], what queries read of all pieces times its gradient, summed over the head.
       grad: [b, n, s, d], the gradient of what they read.

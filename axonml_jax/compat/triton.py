@@ -46,8 +46,8 @@ def kernel_call(
       results: the shape and the dtype of each.
       grid: how many programs run along each of its dims.
       operands: arrays that vary over the same manual axes; so do the results.
-      name: of the kernel, in profiles.
-      warps: of 32 threads, of each program.
+      name: the kernel's name, in profiles.
+      warps: the number of warps, of 32 threads, of each program.
       interpret: run it by plain operations, on any platform.
       in_place: by operand the result that takes its memory.
     """

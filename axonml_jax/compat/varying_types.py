@@ -66,7 +66,7 @@ def varying_alike(values: Sequence[Any], given: Sequence[AbstractValue]) -> Sequ
 
     Args:
       values: operands.
-      given: those that the operation was traced with.
+      given: the abstract values that the operation was traced with.
     """
     if len(values) < 2 or len({varying_axes(each) for each in given}) > 1:
         return values

@@ -30,8 +30,8 @@ class Traced:
     """A loss traced with a stand-in for the model.
 
     Attributes:
-      program: of the variables, the key and the batch, flat.
-      out_tree: of its results: the `Loss`, then what the loss changed of the model's variables.
+      program: the loss as a program of the variables, the key and the batch, flat.
+      out_tree: the structure of its results: the `Loss`, then what the loss changed of the model's variables.
       noted: the calls of the model.
       changed: the paths of the variables that the loss changed itself.
       weighted: it returned `WeightedMean`s alone.

@@ -107,7 +107,7 @@ def divided(
 
     Args:
       program: the loss traced at the whole batch's shape.
-      places: of its inputs.
+      places: the places of its inputs.
       dependent: which of them are of the model, not of the batch.
       groups: all microbatches of all ranks; then, where positions are split, the ranks among which they are.
       calls: the model's.

@@ -38,9 +38,9 @@ class Call:
     """A call of the model, of a module or a method of it, as it was noted in a trace.
 
     Attributes:
-      path: of the module in the model; () is the model.
+      path: the path of the module in the model; () is the model.
       method: its name.
-      treedef: of its arguments.
+      treedef: the structure of its arguments.
       rest: their leaves, None in the place of arrays.
       given: the abstract values of the arrays.
       made: those of the results: arrays that are returned, then variables of the model that are changed.
@@ -249,7 +249,7 @@ class Hidden:
 
     Args:
       given: the object, as whose kind it goes.
-      words: of the refusal.
+      words: the words of the refusal.
     """
 
     def __init__(self, given: Any, words: str):

@@ -43,7 +43,7 @@ class Group(NamedTuple):
     Attributes:
       axes: their names, the first slowest.
       ranks: the number of ranks along all of them.
-      order: in which they hold positions: their parts are not one after the other, unless it is "contiguous".
+      order: the order in which they hold positions: their parts are not one after the other, unless it is "contiguous".
       positions: they split positions, not rows.
     """
 

@@ -29,7 +29,7 @@ class Known:
 
     Attributes:
       places: as in `places.py`: of a whole one the ranks' are equal, or their parts of what is spread evenly.
-      factor: of a sum, what it is multiplied by.
+      factor: what a sum is multiplied by.
       literal: the numbers, whole and a rank's, of one that was written into the programs.
     """
 
@@ -58,7 +58,7 @@ def is_plain_mean(local: Any, whole: Any, places: Sequence[Places], groups: Sequ
 
     Args:
       local, whole: the loss traced at a rank's shapes and at the whole batch's (`asked.Traced`).
-      places: of the programs' inputs.
+      places: the places of the programs' inputs.
       groups: the groups of ranks.
     """
     if local.out_tree != whole.out_tree or whole.changed or len(local.noted) != len(whole.noted):

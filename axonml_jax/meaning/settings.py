@@ -25,8 +25,8 @@ class Attribute:
     """A setting of a module: an attribute that has neither modules nor variables nor arrays in it.
 
     Attributes:
-      path: of the module.
-      name: of the attribute, which the module had before.
+      path: the path of the module.
+      name: the name of the attribute, which the module had before.
       value: it.
     """
 
@@ -56,7 +56,7 @@ class Settings:
     """The attributes of a model's modules as they are now, to be compared with later.
 
     Args:
-      nodes: of the model, with their paths (`nnx.iter_graph`).
+      nodes: the nodes of the model, with their paths (`nnx.iter_graph`).
     """
 
     def __init__(self, nodes: Iterable[tuple[Path, Any]]):

@@ -94,8 +94,8 @@ def of_all_rows(
       loss_of: from the program's results.
       values: its inputs, of all this rank's rows.
       read: the inputs that are differentiated by, by their place among the values.
-      results: of the model's calls, [count, ...] each.
-      places: of these results, for all microbatches of all ranks, and for positions.
+      results: the results of the model's calls, [count, ...] each.
+      places: the places of these results, for all microbatches of all ranks, and for positions.
       ranks: the ranks.
 
     Communicates: what the loss's meaning needs, and its transpose.
@@ -160,7 +160,7 @@ def first_only(
       loss: what this rank adds.
       number: which microbatch it is.
       one: what it adds to the number one.
-      loss_name, weight_name: of the loss's total and its weight.
+      loss_name, weight_name: the names of the loss's total and its weight.
     """
     kept = jax.tree.map(lambda x: jnp.where(number == 0, x, jnp.zeros_like(x)), loss)
     metrics = {**kept.metrics, loss_name: WeightedMean(kept.total, one)}

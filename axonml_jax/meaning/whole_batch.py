@@ -281,7 +281,7 @@ class WholeBatch:
         Args:
           asked_of: the model, the loss, the mode, the variables' shapes and a key.
           rows: all of this rank's rows.
-          results: of the first sweep, stacked.
+          results: the results of the first sweep, stacked.
           batches: what `microbatches` returned.
         """
         groups, decided = (self.group, *self._among_positions), batches.plan

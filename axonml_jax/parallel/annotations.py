@@ -20,7 +20,7 @@ LogicalRules = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 
 # --------------------------------------------------------------------------------------------------
-# Reading: what is written of each parameter, and where.
+# Reading the annotation of each parameter, as metadata, boxes or shardings have it.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -30,7 +30,7 @@ class Written:
 
     Attributes:
       shape: its shape.
-      names: of each dim a name, several or None; empty where nothing is written.
+      names: for each dim a name, several or None; empty where nothing is written.
       where: "metadata", "array", "Partitioned" or "LogicallyPartitioned".
       rules: what its logical names mean, in order; of two rules for one name the first whose axes are free holds.
       state: names of the optimizer's state alone.
@@ -49,7 +49,7 @@ def written(model: Any, params: PyTree | None, names: Sequence[str]) -> dict[str
     Args:
       model: an NNX module, a function without arguments that makes one, or a Linen module.
       params: a Linen module's variables as `init` returned them, in their boxes, or a function that makes them.
-      names: of the mesh's axes as its maker calls them: an array that lies split over these says so itself.
+      names: the mesh's axes as its maker calls them: an array that lies split over these says so itself.
     """
     if isinstance(model, ModelAround):
         return written(model.model, params, names)
@@ -107,7 +107,7 @@ def _names_of(entry: Any) -> tuple[str, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Meaning: names become the mesh's axes.
+# The meaning of annotations: their names become the mesh's axes.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -133,8 +133,8 @@ class Annotations:
 
     Attributes:
       of: what is meant of each parameter, by path.
-      degrees: of the mesh, by this library's names.
-      problems: of each parameter what cannot be meant on this mesh.
+      degrees: the sizes of the mesh's axes, by this library's names.
+      problems: for each parameter, what cannot be meant on this mesh.
     """
 
     of: Mapping[str, Meant]

@@ -257,7 +257,7 @@ class Placement:
       stages: where leaves live along a pipeline; what rests is then what its stores say. None: there is no pipeline.
       automatic: the axes that a step leaves to XLA's partitioner.
       at_rest: with such axes, where leaves rest; here they look whole along them.
-      agreed: of a step in which ranks train parameters of their own for a round (`in_round`): what they agree on.
+      agreed: where ranks train their own parameters for a round (`in_round`), the placement of what they agree on.
       splits_rows: False gives every batch shard all rows.
     """
 
@@ -416,7 +416,7 @@ class Placement:
 
 
 # --------------------------------------------------------------------------------------------------
-# What only some ask of a placement.
+# Questions about a placement that few callers have.
 # --------------------------------------------------------------------------------------------------
 
 G = TypeVar("G", jax.Array, Partial)
@@ -548,7 +548,7 @@ def reading(
       fun: the model's code: `fun(variables, *args)` of variables as one rank reads them.
       model: the model.
       placement: the plan on its mesh.
-      precision: of the model's mode.
+      precision: the precision of the model's mode.
       rewrites: whether strategies that leave axes to XLA's partitioner rewrite it (`LeftToXLA.rewritten`).
       trains: whether a loss that it returns is differentiated.
     """
@@ -625,7 +625,7 @@ def slices(shape: tuple[int, ...], itemsize: int, size: int) -> int:
     As many as there can be where all are over it.
 
     Args:
-      shape: of an array.
+      shape: the shape of an array.
       itemsize: bytes of an element.
       size: bytes of a slice.
     """
@@ -738,8 +738,8 @@ def beside_rules(
     Args:
       layout: as the partitioner splits it.
       said: the leaf's rule, which may name the dim that a strategy splits.
-      strategies: of the mesh's axes.
-      degrees: of the mesh.
+      strategies: the strategies of the mesh's axes.
+      degrees: the sizes of the mesh's axes.
     """
     ruled = {dim for dim, parts in enumerate(layout.parts) if parts > 1}
     for axis, strategy in strategies.items():
@@ -790,7 +790,7 @@ def bind_plan(
       variables: the model's.
       mesh: where.
       split: how the model's own layers split its parameters: a nest of PartitionSpecs (`tensor_specs`); None: not at all.
-      assign: of a pipelined plan: the stages of parameters, from their shapes by path and the number of stages; None: by
+      assign: for a pipelined plan, the stages of parameters, from their shapes by path and the number of stages; None: by
         their names.
       stacks: how many first dims of parameters number layers or experts, by path (`Functional.stacked_dims`).
 

@@ -91,7 +91,7 @@ class Partition:
     Attributes:
       rules: (regular expression, PartitionSpec over `tensor` and `expert`) in order. They may name `data` and `fsdp` too:
         the dim on which a strategy that shards over it does so; elsewhere it chooses.
-      adapters: of a model's matrices, by path (see `for_model`).
+      adapters: the adapters of a model's matrices, by path (see `for_model`).
     """
 
     rules: tuple[tuple[str, PartitionSpec], ...]
@@ -103,7 +103,7 @@ class Partition:
 
         Args:
           rules: pairs of a regular expression and a PartitionSpec.
-          names: of the user's names of axes this library's.
+          names: for the user's names of axes, this library's.
 
         Raises:
           TypeError, ValueError: listing every rule that is none.
@@ -311,7 +311,7 @@ def plan_html(plan: Any, title: str, degrees: Mapping[str, int] | None) -> str:
     Args:
       plan: an `ax.Plan`.
       title: above the table.
-      degrees: of the mesh that it runs on; None: those of the plan's own mesh, if it has one.
+      degrees: the axis sizes of the mesh that it runs on; None: those of the plan's own mesh, if it has one.
     """
     own = None if plan.mesh is None else plan.mesh.degrees
     degrees = own if degrees is None else degrees
@@ -331,7 +331,7 @@ def in_words(value: Any, axes: Collection[str] | None = None) -> str:
 
     Args:
       value: a plan, a strategy, or what a field of one holds.
-      axes: of a mesh: a plan's usual strategies of other axes are left out; None: they are not.
+      axes: the axes of a mesh: a plan's usual strategies of other axes are left out; None: they are not.
 
     >>> from axonml_jax.strategies.shard import Shard
     >>> in_words(Shard(stage=2)), in_words(Shard()), in_words(None)

@@ -52,9 +52,9 @@ class UnitChoice:
         None: whatever the backward reads.
       again: labels of values that are made again.
       trips: how many times it runs, in a scan.
-      bytes: kept on the device, in all trips, beside what it is given.
-      flops: of products that are done twice, in all trips.
-      seconds: of what is done twice, in all trips.
+      bytes: bytes that are kept on the device, in all trips, beside what it is given.
+      flops: floating-point operations of products that are done twice, in all trips.
+      seconds: time of what is done twice, in all trips.
       host: labels of values that are kept in the host's memory, and brought back a trip ahead.
       away: bytes of these, in all trips.
     """
@@ -75,7 +75,7 @@ class Recompute:
     """The values that every unit of a program keeps for its backward; all others are recomputed.
 
     Attributes:
-      units: in the order of the forward.
+      units: the units, in the order of the forward.
       live: bytes that are predicted to be live at the fullest moment of the backward, beside what rests; None: nobody asked.
       pieces: what there was to choose from; empty: nobody chose.
 
@@ -228,7 +228,7 @@ def _in_words(labels: Sequence[str]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Those who choose: each is asked once while a step is traced.
+# Choosers of what is recomputed: each is called once while a step is traced.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -238,7 +238,7 @@ class Unit:
 
     Attributes:
       name: the path of its module.
-      labels: of the values that it may keep, or send to the host.
+      labels: the labels of the values that it may keep, or send to the host.
       given: bytes of one trip's, by label, of what it is given and may send.
       kind: equal for units that are alike.
       work: for `graph_of`: what one trip does, what it is given, and what of it has a gradient.
@@ -246,7 +246,7 @@ class Unit:
       plain: whether keeping whatever the backward reads is to be had.
       entering: bytes of what it is given, and nothing before it was.
       grads: bytes of gradients that stay when its backward is over.
-      stage, slots: as of `Piece`.
+      stage, slots: those of its `Piece`.
     """
 
     name: str
@@ -299,8 +299,8 @@ class WithinBytes:
 
     Args:
       allowance: bytes for all that comes and goes in a step.
-      rates: of the device.
-      fronts: of kinds of units, where those that another one found are to be had.
+      rates: the rates of the device.
+      fronts: the fronts of kinds of units, shared with other choosers: looked up, and added to.
       host: bytes that may be in the host's memory; a loop takes its part of them.
       as_one: whether stages that repeat nothing are one piece, of which what is elementwise is made again at once.
 
@@ -404,7 +404,7 @@ def chosen(remat: Any, cut: Any, parts: Sequence[Any], names: Sequence[str], gra
       remat: who says what each unit keeps: has `choice(units) -> Recompute`.
       cut: the program in segments.
       parts: what runs each segment.
-      names: of the weights, by position.
+      names: the names of the weights, by position.
       grads: bytes of each weight's gradient, as they stay when a unit's backward is over.
     """
     named, units, seen, taken = [], [], set(), set()
@@ -446,7 +446,7 @@ def unit_of(
 
     Args:
       body: the work.
-      paths: of its weights, by number.
+      paths: the paths of its weights, by number.
       prefix: the path of its module, or a name.
       taken: names of those before it, which it adds its own to: another one, where it is among them.
       carried: numbers of what a loop's trips hand on.

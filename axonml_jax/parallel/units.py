@@ -199,7 +199,7 @@ class Body:
       inputs: numbers of everything else it reads.
       outputs: numbers of what is read elsewhere.
       avals: the abstract value of every number.
-      names: by which checkpoint policies know values, by number.
+      names: the names that checkpoint policies know values by, by number.
     """
 
     prelude: Prelude
@@ -259,7 +259,7 @@ class Body:
           saved: what the forward left.
           weights: the weights, read again.
           again: the inputs that the forward was told would be there again.
-          cotangents: of the outputs; a missing one is zero.
+          cotangents: the cotangents of the outputs; a missing one is zero.
         """
         prepared, pull = self.prelude.vjp(weights)
         vjp = saved.restore([*(prepared[number] for number in self.prelude.derived), *again])
@@ -336,7 +336,7 @@ class Gathered:
           trip: one trip.
           carry: to begin with.
           xs: what the trips read besides, stacked.
-          params: of the scan: length, reverse, unroll.
+          params: the scan's parameters: length, reverse, unroll.
         """
         if not self.scanned or not self.slices.ahead:
             own = {k: self.shards[weight] for k, weight in self.scanned.items()}
@@ -404,7 +404,7 @@ class UnitLoop:
       constants: the body's constants.
       results: the number of every result.
       returned: the body's number or literal of every result.
-      options: of the scan.
+      options: the scan's options.
       scope: a context with the scan's name and source line.
     """
 
@@ -609,7 +609,7 @@ def _varied(inner: Program, start: set[int], carry: range) -> frozenset[int]:
 
 
 # --------------------------------------------------------------------------------------------------
-# From the segments of a cut program to what runs them.
+# The functions that run the segments of a cut program.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -657,7 +657,7 @@ def transforms_of(
       remat: a word, a policy of JAX's, or who says what each unit keeps (`recompute.py`).
       pieces: the program in segments.
       parts: what runs each segment.
-      names: of the weights.
+      names: the weights' names.
       grads: bytes of each weight's gradient.
     """
     if isinstance(remat, str) or remat is None:

@@ -45,7 +45,7 @@ class CutWork:
 
     Attributes:
       program: the whole.
-      positions: of the equations that are work.
+      positions: the positions of the equations that are work.
       weights: for each of them the weights it reads.
       results: numbers or constants that are read after the end.
     """
@@ -208,7 +208,7 @@ class Pieces:
       results: its first results, numbers or constants: what the last piece returns.
       new_states: numbers or constants of the states after it.
       results_tree: the structure of the first results.
-      pieces: in order.
+      pieces: the pieces, in order.
     """
 
     program: Program
@@ -407,8 +407,8 @@ class TracedStage:
     Attributes:
       body: its work, and the light work that only prepares weights and batch.
       program: both.
-      numbers: of its inputs.
-      places: of its results, numbers or constants.
+      numbers: the numbers of its inputs.
+      places: the places of its results, numbers or constants.
       y_tree, aux_tree, state_tree: their structures.
     """
 
@@ -561,7 +561,7 @@ class TracedForward:
     """A stage's forward, traced with the residuals that it keeps.
 
     Attributes:
-      program: of the leaves of its inputs.
+      program: a program of the leaves of its inputs.
       out_tree: the structure of (results, residuals).
       saved: what a backward needs; its residuals are handed to it.
     """

@@ -19,7 +19,7 @@ class Keeping(NamedTuple):
     """The policy of what stages keep, and the figures that it is asked with.
 
     Attributes:
-      remat: as of a plan; not None.
+      remat: that of a plan; not None.
       slots: how many microbatches' a rank keeps at once.
       trips: how many times the backward of a stage makes something again in a step.
       fixed: bytes of a rank that are there whatever is kept.
@@ -36,7 +36,7 @@ def forms(keeping: Keeping, stages: Sequence[tuple[Stage, TracedStage]]) -> list
 
     Args:
       keeping: what is to be kept.
-      stages: in order, with the names of what they read and their blocks; those that do the same may have one program.
+      stages: every stage in order, with the names of what it reads and its blocks; those that do the same may have one program.
 
     Raises:
       ValueError: for what this program lacks, or a pipeline has no place for.

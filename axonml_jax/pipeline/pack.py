@@ -500,9 +500,9 @@ class Slot(NamedTuple):
     """The place of one array in a buffer.
 
     Attributes:
-      group: in which buffer.
+      group: the group of its buffer.
       offset: at which element it begins.
-      shape: of the array; of a key array's data.
+      shape: the shape of the array; for a key array, of its data.
       key_impl: which random generator's keys these are; None: they are no keys.
       place: the offset as a value of the running program, by which the array is read and written; None: a constant.
       dim: in a group in parts, the dim of the array that is split.
@@ -711,12 +711,12 @@ class Stored:
     """One leaf of a stage, as a rank holds it.
 
     Attributes:
-      shape: of the rank's own part, without the axes that split it.
+      shape: the shape of the rank's own part, without the axes that split it.
       dtype: between its reads.
       axes: other mesh axes over which its parts differ ("fsdp", "tensor", ...), in any order.
       frozen: whether it has no gradient.
       shared: a name that the same leaf has in other stages too (a tied embedding); None: it is in one stage alone.
-      number: of its buffer's group.
+      number: the number of its buffer's group.
     """
 
     shape: tuple[int, ...]
@@ -743,7 +743,7 @@ class StageBuffers:
 
     Attributes:
       num_ranks: S.
-      packings: of every stage.
+      packings: the packing of every stage.
       treedefs: the tree of every stage.
       shared: for every shared leaf its slot on each rank that holds it, by name.
     """
@@ -897,12 +897,12 @@ class StageStore:
     """The buffers in which the leaves of a tree rest on the ranks of a pipeline.
 
     Attributes:
-      layouts: of every leaf, in tree order, along the other axes than the pipeline's.
-      stages: of every leaf.
+      layouts: the layout of every leaf, in tree order, along the other axes than the pipeline's.
+      stages: the stages of every leaf.
       num_stages, num_ranks: S*V and S.
       degrees: size of every mesh axis.
       frozen: whether the leaves have no gradient.
-      numbers: of every leaf's group; empty: all 0.
+      numbers: the number of every leaf's group; empty: all 0.
     """
 
     layouts: tuple[Layout, ...]
@@ -1092,8 +1092,8 @@ class Staging:
       policy: the schedule and its options.
       begins: see `Assignment`.
       params, frozen: how trained and frozen parameters rest.
-      names: of all parameters, trained ones first.
-      treedefs: of both trees.
+      names: the names of all parameters, trained ones first.
+      treedefs: the structures of both trees.
     """
 
     policy: Pipelined
@@ -1111,7 +1111,7 @@ class Staging:
 
         Args:
           policy: the plan's.
-          assignment: of all parameters, trained ones first.
+          assignment: the stages of all parameters, trained ones first.
           params, frozen: trees of layouts.
           degrees: size of every mesh axis.
         """

@@ -677,7 +677,7 @@ class Held:
       layout, states_layout: where parameters and states lie.
       weights, states: this rank's buffers.
       given: leaves of the microbatches and their keys, each [M, ...].
-      given_tree: of (batch, keys).
+      given_tree: the structure of (batch, keys).
       axis: the pipeline's mesh axis.
       positions: which of what stages send and keep XLA's partitioner splits; None: none of it.
     """
@@ -719,7 +719,7 @@ def trace_line(stages: Sequence[Stage], held: Held, forms: Forms | None) -> Trac
     """Traces every stage on the outputs of the one before.
 
     Args:
-      stages: in order.
+      stages: the stages, in order.
       held: what this rank has.
       forms: how forwards are traced; None: nothing is differentiated.
 
@@ -919,7 +919,7 @@ class Made(NamedTuple):
       output: what the last stage returns.
       residuals: the slots for backwards, with this forward's stored.
       states: the rank's states.
-      loss, aux: of this microbatch.
+      loss, aux: those of this microbatch.
     """
 
     y: Buffers
@@ -1269,7 +1269,7 @@ def run_pipeline(
       axis: the pipeline's mesh axis, of S ranks.
       seed: what a microbatch's loss counts in `loss`; None: 1/M.
       remat: what a backward recomputes of its stage: None, what is elementwise; else, block by block, as of a plan.
-      grad_dtype: of the accumulated gradients, from a parameter's dtype; None: the parameter's.
+      grad_dtype: the dtype of accumulated gradients, from a parameter's dtype; None: the parameter's.
       keep_read: keep what `Stage.read` gives until the rank turns to another of its stages, and call `Stage.sync` when it
         leaves one; False: both in every tick.
       positions: which arrays of stages have positions that an axis left to XLA's partitioner splits; None: there is none.
@@ -1433,7 +1433,7 @@ class Piped:
     Attributes:
       aux: summed over microbatches, the same on every rank of the pipeline.
       outputs: y, stacked by microbatch, the same on every rank of the pipeline.
-      grads: of the resting trained parameters, summed over all ranks; empty for forwards alone.
+      grads: the gradients of the resting trained parameters, summed over all ranks; empty for forwards alone.
       state: the model's state after the last microbatch, the same on every rank of the pipeline.
     """
 
@@ -1450,13 +1450,13 @@ def run_pieces(
     """Cuts `fun` at the plan's stages and runs it on all microbatches.
 
     Args:
-      fun: of one microbatch.
+      fun: the function of one microbatch.
       placement: a pipelined plan on its mesh.
       variables: resting variables of this rank; the state is whole.
       keys: one per microbatch, [M].
       batch: microbatches, [M, ...] on every leaf.
       timetable: when each stage does what.
-      blocks: as of `Running`.
+      blocks: those of `Running`.
 
     Raises:
       ValueError: when the program cannot be cut there.

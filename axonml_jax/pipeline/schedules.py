@@ -575,7 +575,7 @@ def make_schedule(
       num_ranks: S, ranks of the pipeline axis.
       num_microbatches: M.
       num_chunks: V, stages per rank.
-      variant: of ZERO_BUBBLE; None: "H1".
+      variant: the variant of ZERO_BUBBLE; None: "H1".
 
     Raises:
       ValueError: for a size that the schedule refuses, with the rule and the remedy, and for a variant of others.
@@ -608,7 +608,7 @@ class Pipelined:
     buffer of the model.
 
     Attributes:
-      schedule: in which order microbatches pass: an `ax.PipelineSchedule`, its name or its value.
+      schedule: the order in which microbatches pass: an `ax.PipelineSchedule`, its name or its value.
       num_microbatches: into how many parts a rank's rows are cut; with `Plan.accumulate` that many times more pass.
       chunks: stages per rank; stage p lies on rank p mod S.
       split: module paths at which the second and later stages begin, in order; None: between repeated blocks, by balanced

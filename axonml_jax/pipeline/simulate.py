@@ -275,8 +275,8 @@ class PipelineMemoryStats:
           num_microbatches: M.
           num_chunks: V, stages per rank.
           bytes_per_activation: what one stage keeps of one microbatch; 1 makes totals count activations.
-          rows: of the executed timetable.
-          variant: of ZERO_BUBBLE.
+          rows: the rows of the executed timetable.
+          variant: the variant of ZERO_BUBBLE.
 
         Raises:
           ValueError: for a size that the schedule refuses.

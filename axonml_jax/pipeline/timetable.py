@@ -114,9 +114,9 @@ class Ticks(NamedTuple):
     """The ticks of all actions in the executed loop: integers [stage, microbatch].
 
     Attributes:
-      forward: of F.
-      backward: of B, or of I where `weight` is given; None: forwards only.
-      weight: of W; None: a backward is whole.
+      forward: the tick of F.
+      backward: the tick of B, or of I where `weight` is given; None: forwards only.
+      weight: the tick of W; None: a backward is whole.
     """
 
     forward: np.ndarray
@@ -570,7 +570,7 @@ def draw_svg(
       events: per rank.
       caption: lines below.
       ticks: times at which all ranks wait for each other, drawn as lines.
-      colours: of what is not a box.
+      colours: the colours of what is not a box.
 
     Returns:
       The SVG document.

@@ -47,7 +47,7 @@ class DiLoCo(AbstractStrategy, LocalRounds, Bucketed, Decides):
       every: H, the steps of a round.
       lr: the outer learning rate.
       momentum: the outer momentum; 0 is plain SGD.
-      wire: in what the changes of parameters travel: None as float32 (or wider, where parameters are), "bf16" or "int8".
+      wire: the dtype in which changes of parameters travel: None as float32 (or wider, where parameters are), "bf16" or "int8".
     """
 
     every: int

@@ -114,8 +114,8 @@ def best_hops(torus: int, ranks: int, devices: int) -> tuple[int, int]:
 
     Args:
       torus: dims of the torus that the chips form; 0 for other devices.
-      ranks: of the axis.
-      devices: of the mesh.
+      ranks: the size of the axis.
+      devices: the number of the mesh's devices.
 
     >>> best_hops(3, 512, 512), best_hops(3, 2048, 2048), best_hops(2, 256, 256), best_hops(3, 256, 512), best_hops(0, 64, 64)
     ((8, 8), (16, 16), (1, 8), (1, 1), (1, 1))
@@ -269,7 +269,7 @@ def sums_packed(wire: ReduceWire | None, layout: Layout, dtype: Any) -> bool:
       wire: as "bf16" all travel that are wider, or bf16 themselves: those are summed in float32 then, not by a collective in
         bf16; as int8 those that `travels_packed` names. None: none are.
       layout: the leaf's.
-      dtype: in which gradients are reduced.
+      dtype: the dtype in which gradients are reduced.
     """
     if wire in _INT8:
         return travels_packed(layout, dtype)
@@ -282,8 +282,8 @@ def sum_transfers(wire: ReduceWire, elements: Any, ranks: int, padding: Any) -> 
 
     Args:
       wire: the gradient's.
-      elements: of the whole gradient with its padding (a number, or an array of them).
-      ranks: of the axis.
+      elements: the number of elements of the whole gradient with its padding (a number, or an array of them).
+      ranks: the size of the axis.
       padding: how many of the elements are padding.
     """
     if wire == "bf16":
@@ -636,7 +636,7 @@ class ShardingStrategy(enum.Enum):
         """The strategy of the `fsdp` axis that this name means: `Shard` with these options, or `Replicate`.
 
         Args:
-          options: of `Shard`, but its stage.
+          options: options of `Shard`, but its stage.
 
         Raises:
           ValueError: for options that are wrong, or given where nothing is sharded.

@@ -62,10 +62,10 @@ def heads_and_gathers(
     Args:
       method: the user's.
       ranks: N.
-      heads, kv_heads: of this rank, all of which Ulysses splits.
+      heads, kv_heads: the numbers of heads on this rank, all of which Ulysses splits.
       window, causal: what positions see.
       places: positions of a rank.
-      order: in which ranks hold them.
+      order: the order in which ranks hold them.
 
     Raises:
       ValueError: for heads that the ranks cannot split, with what can.
@@ -112,7 +112,7 @@ class Fabric:
     """The devices of a mesh and their network.
 
     Attributes:
-      devices: of the mesh.
+      devices: the number of the mesh's devices.
       torus: dims of the torus that TPU chips form; 0 for other devices.
       gloo: whether CPU processes talk over gloo, where many small reductions are slow.
     """
@@ -240,9 +240,9 @@ class Transfer:
 
     Attributes:
       kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "permute".
-      elements: of the full array: what an all-gather returns, a reduce-scatter takes.
-      ranks: that take part.
-      dtype: on the wire.
+      elements: the number of elements of the full array: what an all-gather returns, a reduce-scatter takes.
+      ranks: the number of ranks that take part.
+      dtype: the dtype on the wire.
       padding: how many of the elements are padding.
     """
 
@@ -487,7 +487,7 @@ class SplitsPositions:
         """The dim of a leaf of the batch that holds positions: dim 1 of leaves that have one.
 
         Args:
-          path: of the leaf in the batch, "tokens" or "0/mask"; of a call's argument its number or name.
+          path: the path of the leaf in the batch, "tokens" or "0/mask"; for a call's argument its number or name.
           shape: the whole leaf's.
 
         Returns:
@@ -605,7 +605,7 @@ class Decides:
 
         Args:
           fabric: what connects the mesh's devices.
-          ranks: of the axis.
+          ranks: the size of the axis.
         """
         return self
 
@@ -615,7 +615,7 @@ class Decides:
         Args:
           model: the pure view of the user's; its modules are known where it is an NNX module.
           axis: the strategy's, of more than one rank.
-          degrees: of the mesh.
+          degrees: the sizes of the mesh's axes.
         """
         return []
 
@@ -661,10 +661,10 @@ class LocalRounds(abc.ABC):
         """Updates the outer parameters at the end of a round, inside `shard_map`, the same on every rank of the axis.
 
         Args:
-          outer: those of this round, as they rest, [*layout.shard].
+          outer: the outer parameters of this round, as they rest, [*layout.shard].
           own: what this rank has made of them.
-          kept: of every leaf, as `first_kept` shapes it.
-          layouts: of the leaves.
+          kept: what is kept of every leaf, as `first_kept` shapes it.
+          layouts: the layouts of the leaves.
           axis: the strategy's.
 
         Returns:
@@ -680,9 +680,9 @@ class LocalRounds(abc.ABC):
         """The transfers of a leaf at the end of a round.
 
         Args:
-          elements: of what a rank holds of it.
+          elements: the number of elements of what a rank holds of it.
           layout, axis, ranks: as for `AbstractStrategy.sync_flows`.
-          dtype: of the resting leaf.
+          dtype: the dtype of the resting leaf.
         """
 
 
@@ -738,7 +738,7 @@ class AbstractStrategy(abc.ABC):
         """The layout of a parameter between steps.
 
         Args:
-          layout: of the whole array, as the model's layers split it.
+          layout: the layout of the whole array, as the model's layers split it.
           axis: a mesh axis's name, or a tuple of those that the strategy owns together.
           axis_size: R, their ranks.
 
@@ -781,11 +781,11 @@ class AbstractStrategy(abc.ABC):
         each mesh, and so are those of the transfers.
 
         Args:
-          elements: of the shard that is gathered.
+          elements: the number of elements of the shard that is gathered.
           layout: the leaf's.
           axis: the strategy's.
-          ranks: of the axis.
-          dtype: of the shard.
+          ranks: the size of the axis.
+          dtype: the dtype of the shard.
 
         Returns:
           One `ax.Transfer` for every collective; nothing where nothing is sent.

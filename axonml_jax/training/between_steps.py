@@ -116,11 +116,11 @@ def _name(axis: AxisNames) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What sums of gradients lack of every rank's own, kept from step to step: stacked by rank, as no two ranks' are alike.
+# Residuals of gradients (error feedback), kept from step to step: stacked by rank, as no two ranks' are alike.
 # --------------------------------------------------------------------------------------------------
 
 LEFT_OUT = "left_out/"
-"""What the names of these arrays start with in checkpoints; the rest is their parameter's name."""
+"""The prefix of these arrays' names in checkpoints; the rest is their parameter's name."""
 
 
 @dataclass(frozen=True)

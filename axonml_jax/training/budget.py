@@ -70,9 +70,9 @@ def foreseen(placement: Placement, mesh: Mesh, args: tuple) -> Placement:
     nothing is recomputed.
 
     Args:
-      placement: of a plan with `memory`, or any other, which comes back as it is.
+      placement: the placement of a plan with `memory`, or any other, which comes back as it is.
       mesh: it is traced for.
-      args: of the step, arrays or shapes.
+      args: the step's arguments, arrays or shapes.
     """
     plan = placement.plan
     if plan.memory is None:
@@ -94,7 +94,7 @@ class Budgeted:
       step: a `TrainStep`, whose plan has `memory`.
       mesh: it runs on.
       accept: called with the program that is taken, before it first runs.
-      options: of `jax.jit`.
+      options: options of `jax.jit`.
 
     Attributes:
       found: what the program of the last call keeps; a word where only it fits.

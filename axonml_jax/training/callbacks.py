@@ -30,8 +30,8 @@ class TrainingEvent:
       step: updates made so far; of `on_save` those that the checkpoint holds.
       metrics: of `on_step` what `Trainer.step` returned: arrays on the devices, and whoever reads one waits for the step. Of
         `on_eval` the means over the validation, floats, or NumPy arrays of metrics that are arrays. Else empty.
-      path: of `on_save` the checkpoint, which is whole on disk, or of one at a URL that; else None.
-      reason: of `on_end`: "finished", "stopped" (by a signal), "diverged" or "failed" (by an error); else None.
+      path: for `on_save`, the checkpoint, which is whole on disk, or of one at a URL that; else None.
+      reason: for `on_end`, "finished", "stopped" (by a signal), "diverged" or "failed" (by an error); else None.
     """
 
     trainer: Any

@@ -65,7 +65,7 @@ class Compiled:
       mesh: that it runs on.
       accept: called with every program compiled for a call before it first runs; it may refuse it.
       reads: the user's function in it; what that reads outside must stay as it is (`Outside`).
-      options: of `jax.jit`; arguments by keyword are static.
+      options: options of `jax.jit`; arguments by keyword are static.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class Gradients(NamedTuple):
       metrics: means over the global batch, by name.
       state: the model's state after the last microbatch, before ranks are made equal.
       left_out: what the sums lack of this rank's gradients, where the plan feeds it back.
-      norm: of the gradients over all ranks, once it is measured.
+      norm: the norm of the gradients over all ranks, once it is measured.
     """
 
     grads: PyTree
@@ -55,7 +55,7 @@ class Reading(NamedTuple):
     Attributes:
       state: this rank's own, as it is before the step.
       batch: this rank's rows.
-      options: of `training/gradients.py`, by keyword.
+      options: options of `training/gradients.py`, by keyword.
     """
 
     state: TrainState

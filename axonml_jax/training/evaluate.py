@@ -241,7 +241,7 @@ class Evaluated(NamedTuple):
     Attributes:
       values: by name, the loss as `loss`.
       weights: of those that are `WeightedMean`s, their weight over the whole batch; the others count by rows.
-      rows: of the batch.
+      rows: the number of the batch's rows.
     """
 
     values: dict[str, Any]
@@ -268,7 +268,7 @@ def mean_of(
     Every process must call it.
 
     Args:
-      results: of the batches.
+      results: the results of the batches.
       weights: what each counts for; None: a `WeightedMean` by its weight, all else by rows.
       stacked: whether values are of several models (NO_SYNC), stacked along dim 0, over which they are averaged too.
 
@@ -451,7 +451,7 @@ def split_dims(
 
     Args:
       whole: the outputs' shapes on one device.
-      parts: those on one rank.
+      parts: the outputs' shapes on one rank.
       batch_dims: the dim of each that grows with the batch, or -1.
       known: `{dim: mesh axes}` of what is known already.
       splitting: the mesh axes that may split other dims, and their sizes.
@@ -836,7 +836,7 @@ def unpadded_dims(out: Any, split: Mapping[int, Any], shape: tuple[int, ...]) ->
     Args:
       out: as ranks' parts join.
       split: its dims that are split, besides rows.
-      shape: on one device; () where nothing is padded.
+      shape: its shape on one device; () where nothing is padded.
     """
     for dim in split if shape else ():
         if out.shape[dim] > shape[dim]:

@@ -74,7 +74,7 @@ class OneMicrobatch(Protocol):
           state: the model's state before the microbatch.
           key: the microbatch's randomness.
           batch: this rank's rows of the microbatch.
-          axes: those over which gradients are synchronized.
+          axes: the mesh axes over which gradients are synchronized.
           accumulated: gradients that are synchronized over `Axes.each_microbatch` already, added before the rest of the
             reduction; with feedback and one microbatch, the last step's residual. None: nothing is added.
         """

@@ -125,7 +125,7 @@ def skip_nonfinite(
     Args:
       state: before the step.
       new, old: what the update changes, after it and before it.
-      loss, norm: of the step, unscaled; the same on all ranks that train one model.
+      loss, norm: those of the step, unscaled; the same on all ranks that train one model.
       limit: how many skipped updates in a row end the training; None: there is no guard.
 
     Returns:

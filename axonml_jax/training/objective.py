@@ -107,7 +107,7 @@ class Objective:
 
         Args:
           variables: their shapes, as read.
-          key: of one of them; its shape counts.
+          key: the key of one of them; its shape counts.
           rows: all rows of this rank.
           batches: the same as microbatches.
         """

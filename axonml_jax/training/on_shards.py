@@ -101,7 +101,7 @@ def on_owners(work: MatrixWork, layout: Layout, given: Sequence[Sequence[Any]]) 
     Args:
       work: any of them.
       layout: any of the parameters'.
-      given: of each, the values that it reads, parts first.
+      given: for each, the values that it reads, parts first.
 
     Communicates: one all-to-all of each part that is read, and one of the results, or an all-gather of these.
     """
@@ -286,7 +286,7 @@ class UpdateStep:
       owner: the parameter (position) whose elements it acts on; None: the same on all ranks.
       level: how many rounds of totals come before it.
       total: how the ranks' values are joined ("sum", "max", "min"); None: they are not.
-      dtype: of a total.
+      dtype: the dtype of a total.
       by_element: what it does to each element, whatever the shape; None: it may do anything.
       work: what it does to the whole of the parameter, on the rank that gathers it; None: it acts on parts.
     """
@@ -312,12 +312,12 @@ class ShardedProgram:
     """An update as a program over shards: of each argument a rank holds a shard, all of it, or nothing (another stage's).
 
     Attributes:
-      steps: in order.
+      steps: the steps, in order.
       inputs: the numbers of its arguments.
       outputs: what it returns.
-      owners: of every argument, then of every result, the parameter that it belongs to, or None.
+      owners: for every argument, then for every result, the parameter that it belongs to, or None.
       constants: by number.
-      layouts: of every parameter.
+      layouts: the layout of every parameter.
       pipe: axes along which ranks hold different parameters.
     """
 
@@ -486,8 +486,8 @@ class WholeWork:
     """The operations of an update that need full arrays, and how to run those that make a value.
 
     Attributes:
-      layouts: of every parameter.
-      constants: of the update, by number.
+      layouts: the layout of every parameter.
+      constants: the constants of the update, by number.
       noted: the operation that makes a whole value, by that value's number.
     """
 
@@ -587,9 +587,9 @@ class UpdateSteps:
     """Builds the steps of an update while it is read.
 
     Attributes:
-      layouts: of every parameter.
+      layouts: the layout of every parameter.
       piped: whether ranks of a pipeline hold different parameters.
-      steps: in order.
+      steps: the steps, in order.
       constants: by number.
     """
 
@@ -756,8 +756,8 @@ def read_update(
 
     Args:
       program: the update of whole arrays, with calls in it.
-      owners: of every leaf of the arguments, and of the result: the parameter that it holds elements of, or None.
-      layouts: of every parameter.
+      owners: for every leaf of the arguments and the result, the parameter that it holds elements of, or None.
+      layouts: the layout of every parameter.
       pipe: axes along which ranks hold different parameters.
 
     Raises:

@@ -31,7 +31,7 @@ class Held(NamedTuple):
     """One step on the way from a function to an array that it reads: `get(holder, key) is value` while nothing changes.
 
     Attributes:
-      name: of the value, as the function's code would write it, and what the first name in it is.
+      name: the name of the value, as the function's code would write it, and what the first name in it is.
     """
 
     get: Callable[[Any, Any], Any]

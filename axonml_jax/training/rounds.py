@@ -109,7 +109,7 @@ def end_of_round(placement: Placement, before: TrainState, after: TrainState) ->
     """The state after a step and, where a round ends with it, after the outer step; inside `shard_map`.
 
     Args:
-      placement: of a step within a round.
+      placement: the placement of a step within a round.
       before: the state before the step.
       after: after it, with replicas' own parameters in the place of the outer ones.
 

@@ -229,7 +229,7 @@ class UnequalReplica:
     Attributes:
       device: the one whose arrays differ from those of most others.
       process: that it belongs to.
-      names: of the arrays, by path, in their order.
+      names: the paths of the arrays, in their order.
       certain: whether most others agree; of two that differ nobody knows which is wrong.
     """
 
@@ -338,7 +338,7 @@ def differences(
     """Finds the devices that differ from their replicas, from the checksums of all arrays on all devices.
 
     Args:
-      names: of the arrays.
+      names: the names of the arrays.
       where: sharding and shape of each.
       sums: [devices, arrays, 2], devices in the order of their mesh.
     """

@@ -47,7 +47,7 @@ def check_same(what: str, said: Mapping[str, Any], world: World) -> None:
     Args:
       what: a name for this comparison, used once in a job.
       said: names and plain values that must be equal in all processes, the most telling first.
-      world: of this process; its timeout is how long the others may take to come here.
+      world: the world of this process; its timeout is how long the others may take to come here.
 
     Raises:
       ValueError: in every process, with the first name that differs and the processes on each side.

@@ -51,9 +51,9 @@ class Tree(NamedTuple):
 
     Attributes:
       store: where its leaves lie.
-      owners: of every leaf of the store, the parameter that it belongs to.
-      given: of every leaf, its position among the arguments.
-      made: of every leaf, that of its new value among the results; empty: it has none.
+      owners: for every leaf of the store, the parameter that it belongs to.
+      given: for every leaf, its position among the arguments.
+      made: for every leaf, the position of its new value among the results; empty: it has none.
     """
 
     store: StageStore

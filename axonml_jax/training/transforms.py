@@ -17,7 +17,7 @@ class StepOptions:
 
     Attributes:
       max_grad_norm: clip gradients to this global norm; None does not clip.
-      norm_type: of that norm.
+      norm_type: the order of that norm.
       max_nonfinite: how many skipped updates in a row end the training; None skips nothing.
       layer_norms: measure norms layer by layer.
     """
