@@ -24,7 +24,7 @@ class CoordinatorClient(Protocol):
     """The coordinator's client, as far as it is used; failures raise `jax.errors.JaxRuntimeError`, times are milliseconds."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
-        """Set a key that nobody has set, or any."""
+        """Sets a key; one that is set already only with `allow_overwrite`."""
         ...
 
     def key_value_increment(self, key: str, increment: int) -> int:

@@ -78,6 +78,7 @@ class OneMicrobatch(Protocol):
           accumulated: gradients that are synchronized over `Axes.each_microbatch` already, added before the rest of the
             reduction; with feedback and one microbatch, the last step's residual. None: nothing is added.
         """
+        ...
 
 
 class OneByOne(GradientEngine):
