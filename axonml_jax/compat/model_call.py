@@ -9,7 +9,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
 PRIMITIVE = "model_call"
-"""The name of its equations."""
+"""The name of the primitive in traced programs."""
 
 
 class Transformed(Exception):

@@ -265,7 +265,7 @@ def callers_line(error: BaseException) -> str:
 # --------------------------------------------------------------------------------------------------
 
 BARRIER = "optimization_barrier"
-"""The name of its equations."""
+"""The name of a barrier's primitive in traced programs."""
 
 
 def together(values: T) -> T:
@@ -580,7 +580,7 @@ def vjp_without(fun: Callable, args: Sequence[Any], provided: Sequence[Any]) -> 
 # --------------------------------------------------------------------------------------------------
 
 WAITING = "wait_for"
-"""The name of its equations."""
+"""The name of the primitive of `waiting` in traced programs."""
 
 
 def can_wait(value: Any) -> bool:

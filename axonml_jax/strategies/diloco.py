@@ -99,7 +99,7 @@ class DiLoCo(AbstractStrategy, LocalRounds, Bucketed, Decides):
     def sync_flows(
         self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
     ) -> tuple[Transfer, ...]:
-        """One all-reduce."""
+        """The transfers of a gradient: one all-reduce."""
         return _WHOLE.sync_flows(elements, layout, axis, ranks, dtype)
 
     def within_round(self) -> Replicate:

@@ -888,7 +888,7 @@ class InLayers(AbstractStrategy):
     def sync_flows(
         self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
     ) -> tuple[Transfer, ...]:
-        """One all-reduce where gradients are summed here."""
+        """The transfers of a gradient: one all-reduce where it is summed here, else none."""
         if not self.sums(layout, axis):
             return ()
         return (Transfer(kind="all_reduce", elements=elements, ranks=ranks, dtype=dtype),)

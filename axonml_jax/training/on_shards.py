@@ -743,7 +743,7 @@ _STILL = frozenset(("broadcast_in_dim", "reshape", "reshard", "sharding_constrai
 """Operations that keep a part's elements and their order, where the result has the parameter's shape or is flat."""
 
 _JOINING = frozenset(("add", "and", "max", "min", "or"))
-"""How single elements join totals: then they are sent in the round of these, and not what comes of them in the next."""
+"""Operations that join totals and single elements: an element is sent in the total's round, not the result in the next."""
 
 
 def read_update(

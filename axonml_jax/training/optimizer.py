@@ -286,7 +286,7 @@ SKIPPING = {
     optax.contrib.SAMState: "optax.contrib.sam would average over parameters that its adversarial steps leave: leave ema out",
     optax.ConditionallyMaskState: "optax.conditionally_mask would average over updates that it masks: update in every step",
 }
-"""Of optimizers whose state has one of these in it some steps make no update; what to say of a moving average beside them."""
+"""States of optimizers that make no update in some steps -> why a moving average is refused beside them."""
 
 
 def checked_optimizer(tx: Any, placement: Placement, *, told: bool = True) -> optax.GradientTransformation:

@@ -151,7 +151,7 @@ class _Search:
         self._seen, self._queue = {id(fun)}, deque([(fun, "", "")])
 
     def run(self) -> tuple[Held, ...]:
-        """The steps of all ways that end at one of the arrays."""
+        """Runs the search, and returns the steps of all ways that end at one of the arrays."""
         before = -1
         while self._queue or before < len(self._steps):
             before = len(self._steps)
