@@ -99,9 +99,9 @@ def _check_partitioner(plan: Plan, degrees: Mapping[str, int]) -> None:
     shards = [axis for axis, each in plan.on(degrees).items() if each.role.parameters == "sharded" and ranks(axis) > 1]
     if automatic and shards and not partitions_by_shardy():
         raise ValueError(
-            f"jax_use_shardy_partitioner is off: XLA's older partitioner, to which {', '.join(automatic)} would be left, ends the "
-            f"process where parameters that rest sharded over {', '.join(map(str, shards))} are gathered. Leave JAX's default, "
-            "jax.config.update('jax_use_shardy_partitioner', True), or give these devices to data"
+            f"jax_use_shardy_partitioner is off: XLA's older partitioner, to which {', '.join(automatic)} would be left, ends "
+            f"the process where parameters that rest sharded over {', '.join(map(str, shards))} are gathered. Leave JAX's "
+            "default, jax.config.update('jax_use_shardy_partitioner', True), or give these devices to data"
         )
 
 
