@@ -101,7 +101,7 @@ def refuse_not_held(leaves: dict[str, Any], *, keys: bool = True) -> None:
     """
     if wrong := [f"  {name or 'batch'}: {why}" for name, leaf in leaves.items() if (why := _not_held(leaf, keys))]:
         raise TypeError(
-            "arrays of JAX cannot hold these leaves of the batch, take out or encode what is no number:\n"
+            "JAX arrays cannot hold these leaves of the batch; encode them as numbers, or leave them out:\n"
             + some_of(wrong, "\n")
         )
 
@@ -123,7 +123,7 @@ def _not_held(leaf: Any, keys: bool) -> str | None:
         return "masked values; give leaf.filled(value), and np.ma.getmaskarray(leaf) as a leaf for the loss to leave them out"
     values = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
     if not isinstance(dtype := values.dtype, np.dtype):
-        return None if keys else "a key of JAX; give a whole number, of which the loss makes it, jax.random.key(number)"
+        return None if keys else "a JAX random key; give a whole number, and let the loss call jax.random.key(number)"
     if dtype.hasobject:
         return f"objects ({type(next(iter(values.flat), None)).__name__}); see jax.tree_util.register_dataclass for your own"
     if not any(jax.numpy.issubdtype(dtype, kind) for kind in (np.number, np.bool_)) or dtype.char in "gG":
@@ -133,7 +133,7 @@ def _not_held(leaf: Any, keys: bool) -> str | None:
         least, most, limits = values.min(), values.max(), np.iinfo(held)
         if least < limits.min or limits.max < most:
             return (
-                f"{dtype} from {least} to {most}, which are other numbers in {held}; number them anew (np.unique(leaf, "
+                f"{dtype} from {least} to {most}, which do not fit {held}; renumber them (np.unique(leaf, "
                 "return_inverse=True)), or call jax.config.update('jax_enable_x64', True) first"
             )
     return None
@@ -187,7 +187,7 @@ def _twins(paths: list[tuple]) -> str:
         by_name.setdefault(path_name(path), []).append(jax.tree_util.keystr(path))
     lines = [f"  {name}: {' and '.join(found)}" for name, found in by_name.items() if len(found) > 1]
     return (
-        "\n".join(["leaves of a tree share a name, by which they cannot be told apart:", *lines])
+        "\n".join(["these leaves of the tree have the same name and cannot be told apart:", *lines])
         + "\nrename one of them"
     )
 

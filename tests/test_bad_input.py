@@ -238,7 +238,7 @@ BATCHES = {
             "differ in the size of dim 0",
             "classes: shape (3,)",
             "x: shape (8, 5)",
-            "a constant of what it was at the first step",
+            "a constant from the first step on",
         ],
     ),
     "masked values": (
@@ -253,7 +253,7 @@ BATCHES = {
     ),
     "scalars only": ({"scale": np.float64(1.0)}, ["no array with a batch dim", "scale'"]),
     "nothing": (None, ["no array with a batch dim"]),
-    "texts": ({**BATCH, "name": np.array(["a"] * 8)}, ["name: <U1", "take out or encode"]),
+    "texts": ({**BATCH, "name": np.array(["a"] * 8)}, ["name: <U1", "encode them as numbers, or leave them out"]),
     "many texts": ({f"n{i}": np.array(["a"] * 8) for i in range(64)}, ["<U1 and 59 more"]),
     "objects": ({**BATCH, "name": np.array([None] * 8)}, ["name: objects (NoneType)", "cannot hold"]),
 }
@@ -293,7 +293,7 @@ def test_leaves_that_differ_and_batches_without_rows_are_not_called_uneven(model
 def test_whole_numbers_that_32_bits_have_not_are_refused_where_JAX_has_no_more(use):
     wide = {"id": np.arange(8) + 2**31 - 4, "key": np.full(8, 2**32, np.uint64), "low": np.int64(-(2**40))}
     words = [
-        "id: int64 from 2147483644 to 2147483651, which are other numbers in int32",
+        "id: int64 from 2147483644 to 2147483651, which do not fit int32",
         "key: uint64",
         "low: int64",
         "x64",

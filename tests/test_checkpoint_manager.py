@@ -173,7 +173,7 @@ def test_a_damaged_checkpoint_is_refused_and_passed_over(three, kind, caplog):
 def test_a_missing_file_is_damage_and_without_a_good_one_nothing_is_restored(three):
     for name in names(three.folder):
         shutil.rmtree(three.folder / name / "arrays" / "d")
-    with pytest.raises(ax.DamagedCheckpoint, match=r"no checkpoint in .* is whole; .*\n.*: No such file"):
+    with pytest.raises(ax.DamagedCheckpoint, match=r"no checkpoint in .* is intact; .*\n.*: No such file"):
         three.restore(Weights())
 
 
@@ -369,7 +369,7 @@ def test_what_somebody_has_put_where_a_checkpoint_is_made_is_named_and_what_it_l
         shutil.copytree(tmp_path / "theirs", place)
     else:
         place.symlink_to(tmp_path / "theirs") if kind == "link" else place.write_text("mine")
-    with pytest.raises(OSError, match=rf"run\.saving, where it is made, is a {kind} of somebody's: remove that, or"):
+    with pytest.raises(OSError, match=rf"run\.saving, where it is made, is a {kind} of someone else: remove it, or"):
         ax.save(tmp_path / "run", Weights())
     assert os.path.lexists(place)
     (tmp_path / "step_00000001").symlink_to(tmp_path / "theirs")
@@ -399,7 +399,7 @@ def test_a_run_that_goes_back_keeps_what_it_saves_then_and_puts_what_it_left_asi
         shutil.copytree(tmp_path / "step_00000028", tmp_path / "step_00000020")
     aside = [name for name in names(tmp_path) if "." in name]
     assert aside == [f"step_000000{step}.abandoned" for step in (25, 28, 30, 40)]
-    assert "step 25 is saved, and there are checkpoints of it or later steps, [30, 40], which the run" in caplog.text
+    assert "the earlier checkpoints of this or later steps, [30, 40], no longer count" in caplog.text
 
 
 def test_a_state_alone_and_a_whole_trainer_are_told_apart(tmp_path):
@@ -410,7 +410,9 @@ def test_a_state_alone_and_a_whole_trainer_are_told_apart(tmp_path):
     with ax.CheckpointManager(tmp_path, every=1, asynchronous=False) as manager:
         manager.save(1, trainer.state)
         manager.save(2, trainer)
-        with pytest.raises(TypeError, match=rf"a TrainState is not filled\. ax\.restore\(path, .* in {tmp_path}"):
+        with pytest.raises(
+            TypeError, match=rf"not into a TrainState: use ax\.restore\(path, like\) with a path in {tmp_path}"
+        ):
             manager.restore(trainer.state)
         with pytest.raises(
             ValueError, match=r"state alone: state = ax\.restore\('.*step_00000001', trainer\.state\) reads"
@@ -418,7 +420,7 @@ def test_a_state_alone_and_a_whole_trainer_are_told_apart(tmp_path):
             manager.restore(trainer, step=1)
     with pytest.raises(
         ValueError,
-        match=r"not saved of a trainer's state: ax\.restore\('.*step_00000002', x\) takes what was saved",
+        match=r"does not hold a trainer's state: ax\.restore\('.*step_00000002', x\) needs the kind of object",
     ):
         ax.restore(tmp_path / "step_00000002", trainer.state)
     state = ax.restore(tmp_path / "step_00000001", trainer.state)

@@ -170,7 +170,7 @@ def test_everything_that_does_not_fit_is_told_at_once_and_can_be_accepted(saved,
             self.extra = nnx.Param(jnp.ones(2, jnp.float32))
             self.scale = nnx.Param(jnp.float32(0))
 
-    with pytest.raises(ValueError, match="does not fit what shall take it") as caught:
+    with pytest.raises(ValueError, match="does not fit the object to restore into") as caught:
         ax.restore(saved[0], Other())
     lines = str(caught.value).splitlines()
     assert "  model/extra: missing float32[2]" in lines and "  model/down/kernel: unexpected float32[8, 7]" in lines

@@ -82,7 +82,7 @@ STATES = {
     "twins": (
         {"a": {"b": np.ones(2)}, "a/b": np.zeros(2), "c": np.ones(1)},
         ValueError,
-        r"they cannot be told apart:\n  a/b: \['a'\]\['b'\] and \['a/b'\]\nrename one",
+        r"the same name and cannot be told apart:\n  a/b: \['a'\]\['b'\] and \['a/b'\]\nrename one",
     ),
     "twins in files": ({"a": np.ones(2), "a/": np.zeros(2)}, ValueError, r"would share one file:\n  'a' and 'a/'"),
     "no text": ({"\udcff": np.ones(2)}, ValueError, r"these are not:\n  '\\udcff'"),

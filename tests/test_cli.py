@@ -318,7 +318,7 @@ def test_a_full_disk_under_its_output_ends_no_run(command):
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", code, command], stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 0 and done.stderr.splitlines() == [
-        "axonml-jax: standard output takes no more (No space left on device): it loses lines from here",
+        "axonml-jax: cannot write to standard output (No space left on device): lines are lost from here on",
         "a warning",
     ]
 
@@ -334,7 +334,7 @@ def test_a_training_whose_reader_has_gone_is_asked_to_stop_once_and_not_ended():
     os.close(gone)
     done = subprocess.run([sys.executable, "-c", code, "train"], stdout=stdout, stderr=subprocess.PIPE, text=True)
     os.close(stdout)
-    assert done.returncode == 41 and done.stderr.count("standard output takes no more (Broken pipe)") == 1
+    assert done.returncode == 41 and done.stderr.count("cannot write to standard output (Broken pipe)") == 1
 
 
 def test_unknown_commands_are_refused(run, capsys):

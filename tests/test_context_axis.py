@@ -199,10 +199,10 @@ class LinenDropping(LinenSequences):
 def test_what_would_silently_be_wrong_is_refused_before_anything_is_allocated():
     mesh, own = plain_mesh_of({"data": 2, "context": 2}), ax.Plan(context=ax.Context(sees="own"))
     with pytest.raises(
-        ValueError, match=r"context=2 splits sequences.*no module of the model says.*splits_positions = True"
+        ValueError, match=r"context=2 splits sequences.*no module of the model declares.*splits_positions = True"
     ):
         ax.parallelize(lambda: Words(), mesh, own)
-    with pytest.raises(ValueError, match="no module of the model says"):
+    with pytest.raises(ValueError, match="no module of the model declares"):
         params = LinenWords().init(jax.random.key(0), batch_of()["tokens"])
         ax.parallelize(LinenWords(), mesh, own, params=params)
     with pytest.raises(

@@ -34,7 +34,7 @@ def test_the_facade_splits_sequences_over_all_devices_or_over_the_meshs_axis():
     assert shares.parameters()["head"]["kernel"].sharding.spec != ()
     with pytest.raises(ValueError, match=r"splits sequences over the mesh axis 'context', which .* lacks"):
         ax.ContextParallel(model, ax.make_mesh(data=2, devices=jax.devices()[:2]))
-    with pytest.raises(ValueError, match="no module of the model says"):
+    with pytest.raises(ValueError, match="no module of the model declares"):
         ax.ContextParallel(Words(), mesh, sees="own")
 
 

@@ -34,7 +34,7 @@ MASKED = np.ma.masked_greater(np.arange(8), 6)
 
 @pytest.mark.parametrize("collate", [None, lambda samples: {"x": np.ma.stack([sample["x"] for sample in samples])}])
 @pytest.mark.parametrize("column,said", [
-    (np.arange(8) + 2**31 - 7, r"x: int64 from \d+ to 2147483648, which are other numbers in int32"),
+    (np.arange(8) + 2**31 - 7, r"x: int64 from \d+ to 2147483648, which do not fit int32"),
     (np.arange(8, dtype=np.uint64) + 2**32 - 7, r"x: uint64 from \d+ to 4294967296"),
     ([2**31 + i - 7 for i in range(8)], r"x: int64 from \d+ to 2147483648"),
     (MASKED, "x: masked values; give leaf.filled"),
@@ -55,5 +55,5 @@ def test_keys_of_jax_are_refused_as_samples():
     keys = jax.random.split(jax.random.key(0), 4)
     mesh = ax.make_mesh(data=1, devices=jax.devices()[:1])
     for source in ({"k": keys}, [{"k": key} for key in keys]):
-        with pytest.raises(TypeError, match=r"k: a key of JAX; give a whole number"):
+        with pytest.raises(TypeError, match=r"k: a JAX random key; give a whole number"):
             next(iter(ax.create_dataloader(source, 4, mesh)))

@@ -111,5 +111,5 @@ def test_what_is_no_mixture_is_refused():
     with pytest.raises(ValueError, match="'a' must hold samples"):
         ax.mix({"a": Numbers(0)}, {"a": 1})
     mixed = iter(ax.mix({"a": iter(range(2)), "b": Numbers(9)}, {"a": 1, "b": 1}))
-    with pytest.raises(ValueError, match="'a' of a mixture gives its samples once"):
+    with pytest.raises(ValueError, match="'a' of a mixture can be iterated over once"):
         [next(mixed) for _ in range(20)]

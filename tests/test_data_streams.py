@@ -182,14 +182,16 @@ def test_processes_that_read_other_samples_are_told_at_the_first_batch(monkeypat
     assert not caplog.records
     monkeypatch.setattr("axonml_jax.data.loader.unlike", lambda *said: [] if said[2] != "samples" else ["other"])
     list(loader_of(lambda: iter(range(8))))
-    assert [record.message.partition(" from")[0] for record in caplog.records] == ["the processes read other samples"]
+    assert [record.message.partition(" from")[0] for record in caplog.records] == [
+        "the processes read different samples"
+    ]
 
 
 def test_a_generator_that_is_asked_for_again_is_refused():
     loader = loader_of(i for i in range(8))
     assert ids(loader) == EXPECTED
     for again in (loader, loader_of((i for i in range(8)), num_epochs=2)):
-        with pytest.raises(ValueError, match="a generator gives its samples once"):
+        with pytest.raises(ValueError, match="a generator can be iterated over once"):
             ids(again)
     with pytest.raises(ValueError, match="3 samples fill no batch of 4"):
         ids(loader_of(Counted(3), num_epochs=None))

@@ -49,7 +49,7 @@ def test_another_number_of_replicas_is_refused_and_begins_a_round_if_it_is_accep
     with pytest.raises(ValueError, match=r"needed float64\[4, 2\], one entry for each of 4 replicas"):
         ax.restore(tmp_path / "two", other)
     ax.restore(tmp_path / "two", other, accept=("mismatched",))
-    assert "they begin with the outer ones" in caplog.text
+    assert "they start from the outer parameters" in caplog.text
     outer, rounds = to_host((other.model.parameters(), other.state.rounds))
     assert_trees_close(outer, to_host(saved.model.parameters()), "outer")
     assert_trees_close(rounds.kept, to_host(saved.state.rounds.kept), "momentum")
@@ -62,7 +62,7 @@ def test_replicas_follow_parameters_that_somebody_changes(caplog):
     trainer.step(batches()[0])
     model.set_parameters(jax.tree.map(lambda x: 2 * x, model.parameters()))
     own = to_host(trainer.state.rounds.own)
-    assert "replicas go on from them" in caplog.text
+    assert "replicas continue from them" in caplog.text
     assert_trees_close(own, jax.tree.map(lambda x: np.stack([x, x]), to_host(model.parameters())), "own")
     caplog.clear()
     trainer.step(batches()[1])

@@ -209,7 +209,7 @@ REFUSED = {
     ),
     "keys of numbers": (
         lambda key, x: jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(key, i)))(jnp.arange(len(x)))[:, None],
-        r"random_fold_in of shape \(4,\).*begins anew: jax.random.split\(key, rows\)",
+        r"random_fold_in of shape \(4,\).*restart on each rank: use jax.random.split\(key, rows\)",
     ),
     "another dim of as many": (
         lambda key, x: jax.random.normal(key, (4, 3)).mean(0),

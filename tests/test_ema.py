@@ -110,7 +110,7 @@ def test_a_resume_may_switch_it_on_and_off(plan, tmp_path, caplog):
         without.step(BATCH)
     ax.save(tmp_path / "without", without)
     ax.restore(tmp_path / "without", with_it)
-    assert "holds no moving average of 8 parameters: it begins with them" in caplog.text
+    assert "holds no moving average of 8 parameters: it starts from their restored values" in caplog.text
     equal(with_it.model.state_dict(), without.model.state_dict())
     equal(averages(with_it), without.model.state_dict())
     equal(moments(with_it), moments(without))
@@ -119,7 +119,7 @@ def test_a_resume_may_switch_it_on_and_off(plan, tmp_path, caplog):
     ax.save(tmp_path / "with", with_it)
     again = trainer(ema=None)
     ax.restore(tmp_path / "with", again)
-    assert "holds a moving average of the parameters, left out: this run keeps none" in caplog.text
+    assert "holds a moving average of the parameters, which is ignored: this run keeps none" in caplog.text
     equal(again.model.state_dict(), with_it.model.state_dict())
     equal(moments(again), moments(with_it))
     assert again.step_number == 3 and with_it.step_number == 3
@@ -131,7 +131,7 @@ def test_it_begins_anew_with_parameters_that_are_loaded_into_the_model(tmp_path,
     ax.save(tmp_path / "other", other)
     ax.restore(tmp_path / "other", training.model)
     equal(averages(training), other.state_dict())
-    assert "the moving average begins with them" in caplog.text
+    assert "the moving average restarts from them" in caplog.text
     training.step(BATCH)
     now = training.model.state_dict()
     expected = {name: DECAY * value + (1 - DECAY) * now[name] for name, value in other.state_dict().items()}
@@ -200,7 +200,7 @@ def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"ema beside optax.apply_if_finite would .* use max_nonfinite="):
         model.trainer(optax.apply_if_finite(optax.sgd(0.1), 3), squares, ema=0.9)
     training = trainer()
-    with training.averaged(), pytest.raises(RuntimeError, match="the model has other parameters than the run"):
+    with training.averaged(), pytest.raises(RuntimeError, match="the model holds averaged parameters"):
         training.step(BATCH)
 
 

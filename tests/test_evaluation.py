@@ -248,11 +248,11 @@ def test_predictions_are_one_for_every_row_in_order_of_whole_numpy_arrays(plan, 
 
 def test_predictions_without_rows_and_batches_that_do_not_say_what_the_model_gets_are_refused():
     trainer = case("ddp, accumulated", "nnx").trainer(optax.sgd(0.1), all_weighted)
-    with pytest.raises(ValueError, match=r"no rows there: .*mean.*trainer.evaluate"):
+    with pytest.raises(ValueError, match=r"but these do not: .*mean.*trainer.evaluate"):
         trainer.predict([batch_of(8)], lambda model, batch: {"mean": model(batch["x"]).mean(0)})
-    with pytest.raises(ValueError, match=r"no rows there: .*turned"):
+    with pytest.raises(ValueError, match=r"but these do not: .*turned"):
         trainer.predict([batch_of(8)], lambda model, batch: {"turned": model(batch["x"]).swapaxes(0, 1)})
-    with pytest.raises(ValueError, match=r"no rows there: \{'output': \(\d+,\)\}"):
+    with pytest.raises(ValueError, match=r"but these do not: \{'output': \(\d+,\)\}"):
         trainer.predict([batch_of(8)], lambda model, batch: model(batch["x"]).reshape(-1))
     with pytest.raises(TypeError, match=r"predict_fn=lambda model, batch: model\(batch"):
         trainer.predict([batch_of(8)])
@@ -366,7 +366,7 @@ def test_a_loader_without_end_is_refused_where_it_would_be_walked_to_its_end():
         ("validate", trainer.validate),
         ("predict", lambda it: trainer.predict(it, lambda m, b: m(b["x"]))),
     ):
-        with pytest.raises(ValueError, match=f"trainer.{call} walks to the end.*give it num_epochs=1"):
+        with pytest.raises(ValueError, match=f"trainer.{call} reads a loader to its end.*make it with num_epochs=1"):
             walk(ax.create_dataloader(batch, 8, mesh))
     found = trainer.validate(ax.create_dataloader(batch, 8, mesh, num_epochs=1))
     np.testing.assert_allclose(found["loss"], plain(Net(), batch), rtol=1e-12)

@@ -181,7 +181,7 @@ def test_what_cannot_be_rounded_is_refused():
     ):
         called(Pair(), replace(FP8, products_kept=("up", "down")), ROWS)
     inside = ax.parallelize(Pair(overlap=True), mesh_of(tensor=2), ax.Plan(precision=FP8))
-    with pytest.raises(ValueError, match=r"up/kernel multiply inside of layers whose ranks swap activations"):
+    with pytest.raises(ValueError, match=r"up/kernel are multiplied inside layers that exchange activations"):
         inside(ROWS)
     config = TransformerConfig(**SIZES, sequence_parallel=True)
     with pytest.raises(ValueError, match="search with precision='bf16'"):

@@ -64,7 +64,7 @@ def test_an_optimizer_equals_one_device_on_shards_or_is_refused_and_equals_it_on
     if optimizer not in GATHERED:
         run("shards")
         return
-    with pytest.raises(ValueError, match=r"does not treat every element alike .* update=\"whole\""):
+    with pytest.raises(ValueError, match=r"does not act element by element .* update=\"whole\""):
         ax.FSDP(DropoutMLP(nnx.Rngs(0)), mesh_of(fsdp=3)).trainer(tx, mean_loss)
     run("whole")
 

@@ -82,7 +82,7 @@ def test_a_trainer_of_shapes_goes_on_from_a_checkpoint(name, tmp_path):
     trainer.step(BATCH)
     ax.save(tmp_path / "saved", trainer)
     loaded = hollow(plan, **degrees).trainer(optax.adam(0.01), loss_fn, ema=0.9)
-    with pytest.raises(ValueError, match="this trainer knows no values: load the model before it is made"):
+    with pytest.raises(ValueError, match="the model was created from shapes and has no weights: load weights before"):
         loaded.step(BATCH)
     ax.restore(tmp_path / "saved", loaded)
     trainer.step(BATCH), loaded.step(BATCH)

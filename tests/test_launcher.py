@@ -223,7 +223,7 @@ def test_a_log_on_a_full_disk_loses_lines_and_ends_no_job(capfd):
     os.close(writing)
     outlet.pump()
     assert outlet.closed and outlet.last_lines() == ["a step", "another"]
-    assert capfd.readouterr().err.count("/dev/full takes no more (No space left on device)") == 1
+    assert capfd.readouterr().err.count("cannot write to /dev/full (No space left on device)") == 1
 
 
 def test_gloo_is_not_heard_on_the_console_unless_a_peer_is_missing(launch):

@@ -118,7 +118,7 @@ RIGHT = {
     "in a loop": scanned(END),
     "rematerialised": jax.checkpoint(lambda m, x: END(inner()(m, x) @ m.up[...])),
 }
-ENTERS, PSUM, GATHER = "give it copy_to", "transpose of psum", "transpose of all_gather"
+ENTERS, PSUM, GATHER = "pass copy_to", "transpose of psum", "transpose of all_gather"
 bare = on(jax.lax.psum)
 WRONG = {
     "a bare sum": (lambda m, x: bare(inner()(m, x) @ m.up[...]), PSUM),

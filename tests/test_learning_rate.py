@@ -45,7 +45,9 @@ def test_the_trainer_says_the_rate_of_the_last_update(plan):
 
 
 def test_a_rate_that_cannot_be_known_is_an_error_that_says_what_to_do():
-    with pytest.raises(ValueError, match=r"does not say its learning rate.* optax\.inject_hyperparams\(optax\.adamw\)"):
+    with pytest.raises(
+        ValueError, match=r"does not hold its learning rate.* optax\.inject_hyperparams\(optax\.adamw\)"
+    ):
         assert trainer_of(optax.adamw(SCHEDULE)).lr
 
 

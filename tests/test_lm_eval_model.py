@@ -165,7 +165,7 @@ def test_options_mean_what_tasks_mean_by_them():
     found = Asked.of(given, 256)
     assert (found.until, found.length, found.sampling.temperature, found.sampling.top_k) == (("a",), 9, 0.5, 3)
     assert Asked.of({"do_sample": True}, 256).sampling.temperature == 1.0
-    with pytest.raises(ValueError, match=r"num_beams=2 is read by nothing here: leave it out; length=0 is below 1"):
+    with pytest.raises(ValueError, match=r"num_beams=2 has no effect here: leave it out; length=0 is below 1"):
         Asked.of({"num_beams": 2, "max_gen_toks": 0}, 256)
 
 

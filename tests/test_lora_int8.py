@@ -127,7 +127,7 @@ def test_what_does_not_go_with_int8_is_refused():
     with pytest.raises(ValueError, match="base='int4' must be one of 'int8', or None"):
         adapted(transformer(), base="int4")
     with pytest.raises(
-        ValueError, match=r"mlp/up/kernel, .*are to train and to rest as int8: leave them out of trainable"
+        ValueError, match=r"mlp/up/kernel, .*cannot both train and be stored as int8: leave them out of trainable"
     ):
         ax.DDP(adapted(transformer(), base="int8"), mesh_of(data=1), trainable="up/kernel")
     model = ax.DDP(adapted(transformer(), base="int8"), mesh_of(data=1))

@@ -70,7 +70,8 @@ def test_nothing_begins_anew_when_what_all_had_in_memory_is_gone():
                     assert (found and found.step, here) == wanted
                     continue
                 with pytest.raises(
-                    DamagedCheckpoint, match=r"had a copy of step 2 in memory.*nothing begins anew unasked"
+                    DamagedCheckpoint,
+                    match=r"had a copy of step 2 in memory.*not restarted from the beginning by itself",
                 ):
                     restore_newest(copies, disk, run)
 

@@ -94,9 +94,11 @@ def test_without_a_good_copy_nothing_begins_anew(tmp_path, s3):
     for path in s3.objects:
         if path.endswith("_METADATA"):
             s3.objects[path] = s3.objects[path][:-1] + b"?"
-    with pytest.raises(ax.DamagedCheckpoint, match=r"no copy in s3://bucket/run is whole, and .* has none; the last: "):
+    with pytest.raises(
+        ax.DamagedCheckpoint, match=r"no copy in s3://bucket/run is intact, and .* has none; the last one tried: "
+    ):
         go_on(tmp_path / "c")
-    with pytest.raises(ax.DamagedCheckpoint, match="no copy in s3://bucket/run is whole"):
+    with pytest.raises(ax.DamagedCheckpoint, match="no copy in s3://bucket/run is intact"):
         go_on(tmp_path / "b", step=2)
     assert go_on(tmp_path / "b") == 1
 

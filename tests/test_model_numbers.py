@@ -150,7 +150,7 @@ def test_in_microbatches_and_beside_split_layers_what_is_no_mean_is_refused(name
             np.testing.assert_allclose(trainer.step(BATCH)["loss"], one_device("nnx", INSIDE[name])[0][0], rtol=1e-5)
             continue
         with pytest.raises(
-            ValueError, match=r"return a number of many rows that is no mean of them.*let the model return rows"
+            ValueError, match=r"return a number computed from many rows that is not a mean.*Return per-row values"
         ):
             trainer.step(BATCH)
 
@@ -178,7 +178,7 @@ def _changed(model, b):
 )
 def test_in_microbatches_a_loss_is_refused_by_what_it_does_and_its_line(loss_fn, does):
     trainer = ax.DDP(Net(masked), mesh_of(data=4)).trainer(optax.sgd(0.1), loss_fn, accumulate=2)
-    with pytest.raises(ValueError, match=f"^the loss {does}, and it is not known what that means"):
+    with pytest.raises(ValueError, match=f"^the loss {does}: with microbatches"):
         trainer.step(BATCH)
 
 

@@ -240,7 +240,7 @@ def linen_model():
 
 
 def refused(call, named):
-    with pytest.raises(ValueError, match="reads from outside what was changed since it was compiled") as error:
+    with pytest.raises(ValueError, match="reads values from outside that changed since it was compiled") as error:
         call()
     assert named in str(error.value)
 

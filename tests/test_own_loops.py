@@ -216,7 +216,7 @@ GRAPH = nnx.graphdef(Net())
 LOSSES = {
     "streams": (own_streams, "RngCount.*self.rngs = nnx.Rngs"),
     "metrics": (own_metrics, "MetricState.*self.metrics = nnx.MultiMetric"),
-    "shard_map": (mapped, "maps itself over a mesh.*ax.place"),
+    "shard_map": (mapped, "calls jax.shard_map, but it already runs inside.*ax.place"),
     "a third argument": (lambda model, batch, rngs: mse(model, batch), r"\(model, batch, rngs\).*step\(batch, rngs\)"),
     "logits": (lambda model, batch: (mse(model, batch), model(batch["x"])), '"logits": logits'),
     "params": (lambda params, batch: mse(nnx.merge(GRAPH, params), batch), r"write loss_fn\(model, batch\)"),

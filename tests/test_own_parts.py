@@ -159,7 +159,7 @@ def refuses_what_it_cannot_serve(run, path, tmp_path, capsys):
         ["plan", path, "--devices", "8"],
     ):
         assert main([*argv, *ALLOWED]) == 2
-        assert f"{argv[0]} knows the library's transformer alone" in capsys.readouterr().err
+        assert f"{argv[0]} supports only the library's transformer" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_a_generator_is_data_and_has_nothing_to_validate_on(write, tmp_path, cap
     assert "unknown to train on, nothing to validate on" in capsys.readouterr().out
     assert "valid_loss" not in recorded(tmp_path / "runs" / "run")[-1]
     assert main(["train", write(data=data), *ALLOWED]) == 2
-    assert "there is nothing to validate on" in capsys.readouterr().err
+    assert "there is no validation data" in capsys.readouterr().err
 
 
 def test_a_stream_is_validated_on_and_the_run_is_kept_when_the_last_validation_fails(write, tmp_path, capsys):
@@ -246,7 +246,7 @@ def test_a_model_of_ones_own_is_asked_for_its_order_of_positions_before_lengths_
     path = write(model={"class_path": "own_parts.Words"}, **given)
     assert main(["explain", path, *ALLOWED, "--context.order", "zigzag"]) == 2
     said = capsys.readouterr().err
-    assert "no module of the model says" in said and "split evenly" not in said
+    assert "no module of the model declares" in said and "split evenly" not in said
     config = read_config("train", [path], imports=["own_parts"])
     check_own(config, lay_ground(config))  # whole sequences lie contiguously: 12 positions over 4 ranks
     path = write(model={"class_path": "own_parts.WordByWord"}, **given)
@@ -271,7 +271,7 @@ def test_a_configuration_says_what_the_dims_of_kernels_with_adapters_are(write, 
     given = {"rank": 1, "targets": ["kernel"]}
     changes = {"model": {"class_path": "own_parts.Heads"}, "mesh": {"fsdp": 8}, "checkpoint": {"every": 4}}
     assert main(["train", write(finetune={"lora": given}, **changes), *ALLOWED]) == 2
-    assert "says which are its sides, such as dims={'query/kernel': 'in out out'}" in capsys.readouterr().err
+    assert "says which are its input and output, as in dims={'query/kernel': 'in out out'}" in capsys.readouterr().err
     dims = {"query/kernel": "in out out", "out/kernel": "in in out"}
     assert main(["train", write(finetune={"lora": given | {"dims": dims}}, **changes), *ALLOWED]) == 0, (
         capsys.readouterr().err
@@ -308,8 +308,8 @@ REFUSED = {
     "makes a int, which is no Flax model": {"model": {"class_path": "own_parts.nothing"}},
     "model.num_layers: the transformer's, without effect beside model.class_path": {"model": NNX | {"num_layers": 2}},
     "the section sample has no effect beside model.class_path": {"sample": {"count": 1}},
-    "train.weights are the transformer's": {"train": {"weights": "folder"}},
-    "wants a loss, a function (model, batch)": {"loss": None},
+    "train.weights is for the library's transformer": {"train": {"weights": "folder"}},
+    "needs a loss, a function (model, batch)": {"loss": None},
     "loss.class_path=own_parts.nothing: must be a function (model, batch)": {"loss": {"class_path": "own_parts.nothing"}},
     "loss.init_args: own_parts.Squares needs scale too": {"loss": {"class_path": "own_parts.Squares"}},
     "loss.init_args has no effect without loss.class_path": {"loss": {"init_args": {}}, "data": {"path": "."}},
@@ -319,7 +319,7 @@ REFUSED = {
     "data.class_path=own_parts.texts: a sample must be made of numbers": {"data": {"class_path": "own_parts.texts"}},
     "makes an iterator, which gives its samples once": {"data": {"class_path": "own_parts.once"}},
     "data.valid.class_path=own_parts.once: makes an iterator": {"data": STREAM | {"valid": {"class_path": "own_parts.once"}}},
-    "data.valid can only be iterated over, and may have no end: give train.eval_batches": {"data": STREAM | {"valid": STREAM}},
+    "data.valid can only be iterated over, and may be endless: give train.eval_batches": {"data": STREAM | {"valid": STREAM}},
     "data.valid: its 5 samples fill no batch of train.global_batch_size=16: give more of them, or a smaller batch": {
         "data": STREAM | {"valid": STREAM | {"init_args": {"n": 5}}},
         "train": {"steps": 2, "global_batch_size": 16, "eval_batches": 2}},

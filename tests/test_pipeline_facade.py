@@ -210,7 +210,7 @@ REFUSED = {
         "on a mesh with pipe=1: INTERLEAVED_ONE_F_ONE_B: num_ranks=1 must be at least 2; .* take GPIPE",
     ),
     "no pipe axis": (lambda: ax.Pipeline(chain(2), mesh_of(data=2)), "lacks: use ax.make_mesh"),
-    "no policy": (lambda: ax.parallelize(chain(2), mesh_of(pipe=2)), "says nothing about stages"),
+    "no policy": (lambda: ax.parallelize(chain(2), mesh_of(pipe=2)), "but the plan has no pipe="),
     "no axis": (lambda: ax.parallelize(chain(2), mesh_of(data=2), ax.Plan(pipe=ax.Pipelined())), "no axis 'pipe'"),
     "too few blocks": (lambda: ax.Pipeline(Language(3, nnx.Rngs(0)), mesh_of(pipe=4)), "3 repeated blocks .* 4 stages"),
     "no blocks": (lambda: ax.Pipeline(DropoutMLP(nnx.Rngs(0)), mesh_of(pipe=2)), "no repeated blocks .* split="),
@@ -248,7 +248,7 @@ def test_what_cannot_work_is_refused_with_the_remedy(case):
 def test_uneven_microbatches_and_no_sync_are_refused(pipe):
     with pytest.raises(ValueError, match=r"4 microbatches = 8 parts(.|\n)*use 8 or 16 rows"):
         pipe.trainer(optax.sgd(0.1), token_loss).step(tokens(12))
-    with pipe.no_sync(), pytest.raises(ValueError, match="along a pipeline ranks share one model"):
+    with pipe.no_sync(), pytest.raises(ValueError, match="the ranks of a pipeline each hold a part of one model"):
         pipe.value_and_grad(token_loss)(tokens(16))
 
 
@@ -268,7 +268,7 @@ class Echo(nnx.Module):
 
 def test_state_that_two_stages_need_is_refused_by_name():
     pipe = ax.Pipeline(Echo(nnx.Rngs(0)), mesh_of(pipe=2), num_microbatches=2)
-    with pytest.raises(ValueError, match=r"read on another stage than the one that changes them.*echo"):
+    with pytest.raises(ValueError, match=r"one stage changes these states of the model and another reads them.*echo"):
         pipe.trainer(optax.sgd(0.1), mean_loss).step(regression(4))
 
 

@@ -81,7 +81,7 @@ def test_leaves_of_other_lengths_are_each_in_the_order_of_their_own_length():
     placed = layout.opened(layout.place(batch, plain_mesh_of({"data": 2, "seq": 2})))
     assert placed["frames"][0, 0].tolist() == sequence_order("zigzag", 12, 2).tolist()
     assert placed["tokens"][1].tolist() == [4, 7, 5, 6] and placed["mask"].tolist() == batch["mask"].tolist()
-    with pytest.raises(TypeError, match=r"orders \{'seq': 'zigzag'\}, and this batch was not placed so"):
+    with pytest.raises(TypeError, match=r"orders \{'seq': 'zigzag'\}, but this batch was not placed in them"):
         layout.opened(batch)
     with pytest.raises(
         ValueError, match=r"6 positions \(dim 1\) over \('seq',\) \(2 ranks, order 'zigzag'\): 4 or 8 do"

@@ -191,7 +191,9 @@ def test_an_output_that_is_made_of_a_ranks_own_positions_is_refused():
             return {"each": each, "pooled": joined}
 
     mesh, plan, tokens = plain_mesh_of({"data": 2, "seq": 2}), ax.Plan(axes=SEQ), batch_of()["tokens"]
-    with pytest.raises(ValueError, match=r"no positions, but every rank makes its own.*\{'pooled': \['seq'\]\}"):
+    with pytest.raises(
+        ValueError, match=r"no dim of positions, but each rank computes them from its own.*\{'pooled': \['seq'\]\}"
+    ):
         ax.parallelize(Pooled(), mesh, plan)(tokens)
     model = Joined()
     got = ax.parallelize(model, mesh, plan)(tokens)

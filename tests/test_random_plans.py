@@ -100,7 +100,7 @@ FLAWS = {  # option: (values that cannot work, what the error must say)
     "trainable": (["^nothing$", ["("], []], "trainable="),
     "extra_rows": ([1, -1], "does not split evenly"),
     "axis": (["tensor", "row"], "no strategy"),
-    "stages": ([2], "says nothing about stages"),
+    "stages": ([2], "but the plan has no pipe="),
     "degrees": ([{"data": 5}, {"tensor": 2}], "MeshShape"),
 }
 SEEN = Counter()

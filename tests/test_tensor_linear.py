@@ -124,7 +124,7 @@ def test_every_parameter_that_does_not_divide_is_listed_by_path():
 def test_a_layer_refuses_what_is_not_its_shard(kind):
     with pytest.raises(ValueError, match=r"Linear\(6, 6\) kernel of shape \(6, 6\) does not divide"):
         run(kind(6, 6, rngs=nnx.Rngs(0)), normal(2, 6), specs=P())
-    with pytest.raises(ValueError, match=r"where the whole \(8, 8\) split by .* gives .*tensor_specs"):
+    with pytest.raises(ValueError, match=r"but its full shape \(8, 8\) split by .* gives .*tensor_specs"):
         run(kind(8, 8, rngs=nnx.Rngs(0)), normal(2, 8), specs=P())
 
 

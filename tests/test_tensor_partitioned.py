@@ -173,7 +173,7 @@ def test_rules_that_do_not_fit_are_refused_with_every_offender():
     ):
         make([("Dense_1/bias", P(("expert", "tensor"))), (".*", P())], mesh_of(expert=2, tensor=4))
     with pytest.raises(
-        ValueError, match=r"does not accept what JAX's types write.*leave out check_vma=True, or give data"
+        ValueError, match=r"rejects the program that check_vma=True makes.*leave out check_vma=True, or give data"
     ):
         ax.TensorParallel(Linen(), mesh_of(tensor=4), rules=[(".*", P())], params=params, check_vma=True)
     with pytest.raises(ValueError, match=r"data, fsdp, tensor and expert, but this one has \{'context': 2\} too"):

@@ -96,7 +96,7 @@ def test_a_state_that_a_step_gave_up_is_refused(mesh):
     trainer = ax.DDP(Net(), mesh).trainer(optax.adam(0.1), mean_loss)
     old, step = trainer.state, trainer.train_step
     trainer.step(BATCHES[0])
-    with pytest.raises(ValueError, match=r"step: given up by a later step \(keep a copy\)"):
+    with pytest.raises(ValueError, match=r"step: its memory was reused by a later step \(keep a copy\)"):
         trainer.state = old
     with pytest.raises(ValueError, match=r"this state was given to an earlier step.*jax.tree.map\(jnp.copy, state\)"):
         step(old, BATCHES[0])

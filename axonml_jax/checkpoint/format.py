@@ -151,7 +151,7 @@ def step_number(step: Any) -> int:
     except TypeError:
         raise TypeError(f"step={step!r} must be a whole number: the updates made") from None
     if number < 0:
-        raise ValueError(f"step={number} must be at least 0: the updates made")
+        raise ValueError(f"step={number} must be at least 0: it is the number of updates made")
     return number
 
 
@@ -1097,16 +1097,16 @@ def refused(where: str, found: Mapping[str, Mapping[str, str]], accept: Collecti
     saved, wanted = (any(n.startswith(STATE) for n in found.get(kind, {})) for kind in ("unexpected", "missing"))
     if saved != wanted:
         lines.append(
-            f"it was saved of a trainer's state alone: state = ax.restore({where!r}, trainer.state) reads it, and what "
-            "ax.save(path, trainer) saves fits trainers under every plan"
+            f"it holds only a trainer's state: read it by state = ax.restore({where!r}, trainer.state). What "
+            "ax.save(path, trainer) saves can be restored by trainers under every plan"
             if saved
-            else f"it was not saved of a trainer's state: ax.restore({where!r}, x) takes what was saved, a "
+            else f"it does not hold a trainer's state: ax.restore({where!r}, x) needs the kind of object that was saved, a "
             "trainer or a model x"
         )
     kinds = tuple(kind for kind, names in found.items() if names and kind not in accept)
     return (
-        f"{where} does not fit what shall take it:\n" + "\n".join(lines) + "\naccept="
-        f"{kinds!r} takes what fits and leaves the rest as it is"
+        f"{where} does not fit the object to restore into:\n" + "\n".join(lines) + "\naccept="
+        f"{kinds!r} restores what fits and leaves the rest unchanged"
     )
 
 

@@ -241,7 +241,9 @@ def load(
     if data is not None and manifest.data is None:
         raise ValueError(f"{folder} holds no data position: leave data= out, or save with data=")
     if lines := listing(different):
-        logger.warning("%s does not fit in all:\n%s", folder, "\n".join(lines))
+        logger.warning(
+            "%s is restored in part; these differences were accepted (accept=):\n%s", folder, "\n".join(lines)
+        )
     if data is not None and manifest.data is not None:
         _go_on(data, manifest.data)  # refuses other data before anything is read
     fitting = {n: leaf for n, leaf in wanted.items() if n in found and n not in different["mismatched"]}
@@ -278,10 +280,12 @@ def _tell_of_averages(folder: Path, wanted: Mapping[str, Leaf], found: Mapping[s
     begin, left = kept - saved, saved - kept
     if begin:
         logger.warning(
-            "%s holds no moving average of %d parameters: it begins with them, as restored", folder, len(begin)
+            "%s holds no moving average of %d parameters: it starts from their restored values", folder, len(begin)
         )
     if left:
-        logger.warning("%s holds a moving average of the parameters, left out: this run keeps none (ema)", folder)
+        logger.warning(
+            "%s holds a moving average of the parameters, which is ignored: this run keeps none (ema)", folder
+        )
     return begin
 
 
@@ -291,7 +295,7 @@ def _without_other_ranks(folder: Path, wanted: Mapping[str, Leaf], found: dict[s
     fits = {name for name in saved if name in wanted and found[name].shape == arrays.entry_of(wanted[name]).shape}
     if saved - fits or any(name.startswith(LEFT_OUT) and name not in saved for name in wanted):
         logger.warning(
-            "%s: what sums left out of the gradients of other ranks, or under another plan, is dropped: it begins with nothing",
+            "%s: the error-feedback residual was saved for another number of ranks or another plan, and is reset to zero",
             folder,
         )
     return {name: entry for name, entry in found.items() if name not in saved or name in fits}
@@ -611,9 +615,8 @@ class CheckpointManager:
         """
         if not takes_arrays(like):
             raise TypeError(
-                "CheckpointManager.restore fills a trainer, a parallel model or an NNX module and returns what the "
-                f"checkpoint says: a {type(like).__name__} is not filled. ax.restore(path, like) returns a new one, of a path "
-                f"in {self.place}"
+                "CheckpointManager.restore restores into a trainer, a parallel model or an NNX module, not into a "
+                f"{type(like).__name__}: use ax.restore(path, like) with a path in {self.place}, which returns a new one"
             )
         self.settle()
         failed = None
@@ -634,7 +637,7 @@ class CheckpointManager:
                     logger.warning("falling back to the last good checkpoint, %s", self._place.name_of(candidate))
                 return manifest
         if failed is not None:
-            raise DamagedCheckpoint(f"no checkpoint in {self.place} is whole; the last: {failed}")
+            raise DamagedCheckpoint(f"no checkpoint in {self.place} is intact; the last one tried: {failed}")
         return None
 
     def _begin(self, step: int, leaves: Mapping[str, Leaf], manifest: Manifest) -> None:

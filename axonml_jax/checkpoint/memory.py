@@ -719,7 +719,7 @@ class OwnCopies:
         free = free if any(free) else [held is None or held[0] not in sent for held in self.held]
         if not any(free):
             raise OSError(
-                f"the copies of step {step} in this process's memory are all that others lack: it has no room"
+                f"this process has no room for another copy: those of step {step} in its memory are what other processes need"
             )
         return self.generations[free.index(True)]
 
@@ -1381,9 +1381,9 @@ def restore_newest(
         found = manager.restore(run, data=data)
         if found is None and memory.lost is not None:
             raise DamagedCheckpoint(
-                f"all processes had a copy of step {memory.lost} in memory, and by now there is no step that all can have; "
-                f"{manager.place} has no checkpoint: there is nothing to go on from, and nothing begins anew unasked. Start a "
-                "new run; checkpoint.every keeps steps on disk too"
+                f"all processes had a copy of step {memory.lost} in memory, but no step is complete in memory any more, and "
+                f"{manager.place} has no checkpoint: there is nothing to continue from, and the run is not restarted from "
+                "the beginning by itself. Start a new run; checkpoint.every saves steps to disk too"
             )
     elif (found := _good(manager, run, data, step, team)) is None:
         return memory.restore(run, data=data), True

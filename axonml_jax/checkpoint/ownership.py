@@ -259,12 +259,12 @@ def _refused(what: Path, owner: Owner) -> FolderInUse:
     who = f"this process itself ({owner}), through another object" if owner.token in _held else f"{owner}"
     sibling = owner.launch and owner.launch == os.environ.get(RUN_ID) and owner.pid != os.getpid() and not in_a_job()
     alone = (
-        ". Both are processes of one launch, and this one has joined nobody: call ax.init() in the script, so that they train "
-        "and save together"
+        ". Both are processes of one launch, and this one has not joined the others: call ax.init() in the script, so that "
+        "they train and save together"
     )
     return FolderInUse(
-        f"{what} is being written by {who}, and has one writer at a time: end that one, or let it close the folder, or "
-        f"write to another; reading is always possible{alone * bool(sibling)}"
+        f"{what} is being written by {who}, and only one process may write there at a time: end that process, let it close "
+        f"the folder, or write to another folder; reading is always possible{alone * bool(sibling)}"
     )
 
 

@@ -715,7 +715,7 @@ class AtUrl:
                 if self._team.leads:
                     logger.warning("%s", error)
         if failed is not None:
-            raise DamagedCheckpoint(f"no checkpoint at {self} is whole; the last: {failed}")
+            raise DamagedCheckpoint(f"no checkpoint at {self} is intact; the last one tried: {failed}")
 
     def finish(self, *, together: bool, only_restored: bool, claim: Callable[[], None]) -> None:
         """Send what waits in the folder.
@@ -883,7 +883,9 @@ def bring_back(
             logger.warning("the checkpoint of step %d comes from its copy in %s", each, mirror.store)
         return
     if failed is not None and empty:
-        raise DamagedCheckpoint(f"no copy in {mirror.store} is whole, and {folder} has none; the last: {failed}")
+        raise DamagedCheckpoint(
+            f"no copy in {mirror.store} is intact, and {folder} has none; the last one tried: {failed}"
+        )
 
 
 def _missing(mirror: Mirror, folder: Path, step: int | str | None) -> tuple[list[int], bool]:

@@ -545,8 +545,8 @@ def abandon_from(parent: Path, step: int) -> None:
 
 
 WENT_BACK = (
-    "%s: step %d is saved, and there are checkpoints of it or later steps, %s, which the run has gone back behind: they "
-    "count no more, and are kept with %s after their names"
+    "%s: step %d is saved after the run went back, so the earlier checkpoints of this or later steps, %s, no longer count: "
+    "they are kept with %s after their names"
 )
 
 
@@ -555,7 +555,7 @@ def _make_empty(folder: Path) -> None:
     own = is_own_name(folder.name.removesuffix(SAVING)) or _is_leftover(folder)
     if folder.is_symlink() or folder.is_file() or not own:
         kind = "link" if folder.is_symlink() else "file" if folder.is_file() else "folder"
-        raise OSError(f"{folder}, where it is made, is a {kind} of somebody's: remove that, or choose another name")
+        raise OSError(f"{folder}, where it is made, is a {kind} of someone else: remove it, or choose another name")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:

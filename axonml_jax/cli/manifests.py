@@ -363,7 +363,7 @@ def check_on(config: RunConfig, devices: int, kind: Hardware) -> str:
         raise ConfigError(f"on {devices} devices: {said}") from error
     on = f"{', '.join(f'{axis}={size}' for axis, size in shape.degrees.items())} on {devices} {kind.name}"
     if model is None or config.finetune.lora.rank is not None:
-        return f"{on}; memory is not predicted for a model of one's own, nor for adapters: axonml-jax explain says what rests"
+        return f"{on}; memory is not predicted for a model of your own, nor for adapters: axonml-jax explain says what rests"
     found = predicted_on(config, plan, shape.degrees, kind.platform, kind.torus)
     limit = kind.memory * Assumptions().memory_margin
     if found.memory.total > limit:

@@ -585,7 +585,7 @@ class RunFolder:
         if every is not None and config.spikes.factor is not None:
             raise ConfigError(
                 f"checkpoint.memory_every={every}, spikes.factor={config.spikes.factor}: a copy in memory may be of a step "
-                "after a spike that nobody has seen yet; leave one of the two out"
+                "after a spike that has not been noticed yet; leave one of the two out"
             )
         try:
             self.memory = None if every is None else MemoryCopies(every, environ)

@@ -363,7 +363,7 @@ def eval_run(given: argparse.Namespace, flags: Sequence[str]) -> int:
     loader = data.valid if given.split == "valid" else data.train
     if loader is None:
         raise ConfigError(
-            "there is nothing to validate on, as data of no known length is not divided: give --split train"
+            "there is no validation data, because data of unknown length is not split: give --split train"
         )
     count = _batches(loader, given, config.train.eval_batches)
     whole = given.split == "valid" and bool(data.rest) and (given.batches is None or given.batches > count)
@@ -400,7 +400,7 @@ def _batches(loader: DataLoader, given: argparse.Namespace, usual: int | None) -
     except TypeError:
         if count := given.batches or (usual if given.split == "valid" else None):
             return count
-        raise ConfigError("--batches: say how many, as nobody knows how long this data is") from None
+        raise ConfigError("--batches: give a number, because the length of this data is unknown") from None
 
 
 def _counted(batches: Iterator[Any], targets: list[float], own: bool) -> Iterator[Any]:

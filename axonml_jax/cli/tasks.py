@@ -634,8 +634,8 @@ def _load_own(config: RunConfig, split: OwnSplit, mesh: Mesh) -> TextData:
     size, train, looks = config.train.global_batch_size, config.train, split.valid is not None
     if not looks and (train.eval_every or config.checkpoint.best):
         raise ValueError(
-            f"train.eval_every={train.eval_every}, checkpoint.best={config.checkpoint.best}: there is nothing to validate on, "
-            "as data of no known length is not divided; give data.valid, or leave them out"
+            f"train.eval_every={train.eval_every}, checkpoint.best={config.checkpoint.best}: there is no validation data, "
+            "because data of unknown length is not split; give data.valid, or leave them out"
         )
     options: Any = {"plan": config.build_plan()}
     if isinstance(config.model, TransformerConfig) and config.loss.class_path is None:
@@ -733,7 +733,7 @@ def check_validation(config: RunConfig, data: TextData) -> None:
         return
     if config.train.eval_batches is None:
         raise ValueError(
-            "data.valid can only be iterated over, and may have no end: give train.eval_batches; of fewer, all are taken"
+            "data.valid can only be iterated over, and may be endless: give train.eval_batches; if it has fewer, all are used"
         )
     try:
         with closing(valid_batches(data)) as batches:

@@ -385,7 +385,7 @@ def _encoded(name: str, obj: Any) -> tuple[np.ndarray, str]:
 def _refuse_empty(name: str, ranks: list[int], why: str) -> None:
     if ranks:
         raise ValueError(
-            f"{name}: what position(s) {ranks} of the group give cannot be sent: {why or 'there it is said why'}"
+            f"{name}: what position(s) {ranks} of the group give cannot be sent: {why or 'their own errors say why'}"
         )
 
 

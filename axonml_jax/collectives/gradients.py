@@ -608,7 +608,7 @@ class GradientSynchronizer:
           ValueError: before `sync_all`.
         """
         if not self._synced:
-            raise ValueError("results are there after sync_all()")
+            raise ValueError("results are available only after sync_all()")
         return [result for result in self._results if result is not None]
 
     def clear(self) -> None:

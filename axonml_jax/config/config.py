@@ -670,9 +670,9 @@ class RunConfig:
             if getattr(self, name) != default:
                 yield f"the section {name} has no effect beside model.class_path: it is the transformer's"
         if self.train.weights is not None:
-            yield "train.weights are the transformer's, and model.class_path names a model of one's own"
+            yield "train.weights is for the library's transformer, but model.class_path names a model of your own"
         if self.loss.class_path is None and self.data.class_path is not None:
-            yield "loss.class_path: a model of one's own on data of one's own wants a loss, a function (model, batch)"
+            yield "loss.class_path: a model of your own on data of your own needs a loss, a function (model, batch)"
 
     @property
     def own(self) -> bool:
@@ -687,8 +687,8 @@ class RunConfig:
         """
         if isinstance(self.model, OwnModel):
             raise ConfigError(
-                f"model.class_path={self.model.class_path}: {command} knows the library's transformer alone; a model of one's "
-                "own is trained, explained (axonml-jax explain) and evaluated (axonml-jax eval)"
+                f"model.class_path={self.model.class_path}: {command} supports only the library's transformer; a model of "
+                "your own can be trained, explained (axonml-jax explain) and evaluated (axonml-jax eval)"
             )
         return self.model
 
@@ -700,9 +700,9 @@ class RunConfig:
         """
         if self.finetune.lora.rank is not None:
             raise ConfigError(
-                f"finetune.lora.rank={self.finetune.lora.rank}: {command} reckons with a model all of which trains, and "
-                "what a step with adapters keeps for its backward is not predicted; axonml-jax explain without more flags says "
-                "what such a step rests with and sends"
+                f"finetune.lora.rank={self.finetune.lora.rank}: {command} assumes that all parameters train, and "
+                "cannot predict what a step with adapters keeps for its backward; axonml-jax explain without more flags shows "
+                "what such a step holds at rest and sends"
             )
 
     @property

@@ -429,9 +429,10 @@ class DataLoader:
         asks, self._asks = self._asks and seen is not None, False
         if asks and unlike({"samples": str(seen)}, self.sharding.device_set, "samples"):
             logger.warning(
-                "the processes read other samples from their sources than each other. Each walks all of a source and keeps its "
-                "own rows: give every process the whole, in one order. Parts of its own (split_dataset_by_node, shard, a node "
-                "splitter) and orders without a common seed lose samples; values drawn anew for each sample may differ"
+                "the processes read different samples from their sources. Each process iterates over a full source and keeps "
+                "its own rows: give every process the full source, in the same order. A source that is already divided among "
+                "processes (split_dataset_by_node, shard, a node splitter), or shuffled without a common seed, loses samples; "
+                "only values drawn at random for each sample may differ"
             )
 
     def _end(self) -> int | None:

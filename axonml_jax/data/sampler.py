@@ -34,7 +34,8 @@ def stack_samples(samples: Sequence) -> object:
     """
     if any(sample is None for sample in samples):
         raise ValueError(
-            "a sample is None. A filtered MapDataset of Grain is None where nothing is left: give dataset.to_iter_dataset()"
+            "a sample is None. A filtered MapDataset of Grain gives None for samples that the filter removed: give "
+            "dataset.to_iter_dataset()"
         )
     leaves, structure = jax.tree.flatten(samples[0], is_leaf=_is_numbers)
     columns = [leaves]

@@ -215,7 +215,7 @@ class StreamWalk:
         self._iterator = iter(()) if self._ended else self._found()
         self._window = self._read() if self._inside else []
         if len(self._window) < self._inside:
-            raise ValueError(f"the source ends before sample {self._drawn + self._inside}, the place to go on from")
+            raise ValueError(f"the source ends before sample {self._drawn + self._inside}, where reading was to resume")
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -270,7 +270,7 @@ class StreamWalk:
         skipped = sum(1 for _ in islice(iterator, self._drawn))
         if skipped < self._drawn:
             raise ValueError(
-                f"the source has {skipped} samples, and the place to go on from is after {self._drawn} of them"
+                f"the source has only {skipped} samples, and reading was to resume after {self._drawn} of them"
             )
         return iterator
 
@@ -539,8 +539,8 @@ class StreamFeed:
     def _open(self, epoch: int, place: dict[str, Any] | None) -> StreamWalk:
         if self.stream.once and self._opened:
             raise ValueError(
-                f"a {type(self.stream.source).__name__} gives its samples once, and they are asked for again (another epoch, "
-                "another iteration, a batch filled up): give the function that makes it in its place, or num_epochs=1"
+                f"a {type(self.stream.source).__name__} can be iterated over once, and its samples are needed again (another "
+                "epoch, another iteration, a batch filled up): give the function that makes it instead, or num_epochs=1"
             )
         self._opened = True
         return StreamWalk(self.stream, epoch, place)
@@ -560,7 +560,7 @@ def refuse_once_in_workers(stream: Stream, num_workers: int) -> None:
     if stream.once and num_workers and multiprocessing.parent_process() is None:
         raise TypeError(
             f"num_workers={num_workers}: a {type(stream.source).__name__} cannot be sent to worker processes; give the "
-            "function that makes it in its place"
+            "function that makes it instead"
         )
 
 
@@ -675,8 +675,8 @@ class MixedSamples:
         name, stream = self._streams[which]
         if stream.once:
             raise ValueError(
-                f"the source {name!r} of a mixture gives its samples once, and they are asked for again: give the function "
-                "that makes it in its place"
+                f"the source {name!r} of a mixture can be iterated over once, and its samples are needed again: give the "
+                "function that makes it instead"
             )
         assert self._walks is not None
         self._epochs[which] += 1

@@ -59,7 +59,7 @@ class Asked:
             top_p=given.pop("top_p", None),
         )
         unknown = sorted(set(given) - set(LENGTHS))
-        problems = [f"{name}={given[name]!r} is read by nothing here: leave it out" for name in unknown]
+        problems = [f"{name}={given[name]!r} has no effect here: leave it out" for name in unknown]
         problems += [f"{length=} is below 1"] if length < 1 else []
         if problems := problems + sampling.problems():
             raise ValueError(f"generate_until: {'; '.join(problems)}")
@@ -305,7 +305,8 @@ class EvaluatedModel:
         if scored == 0 or not continuation:
             raise ValueError(
                 f"loglikelihood: the tokenizer makes no token of the continuation {continuation!r} after the context "
-                f"{context!r}, and nothing would be the likeliest answer of all: leave it out of the task, or give it a text"
+                f"{context!r}, and an empty continuation would always be the likeliest: leave it out of the task, or give "
+                "it a text"
             )
         if not before:  # the first token is given something too
             starts = scored > 1 and whole[0] == self._prefix
@@ -330,8 +331,8 @@ def _prefix(tokenizer: Tokenizer) -> int:
     added = len(tokenizer.encode([text], special="before")[0]) - len(tokenizer.encode([text], special=False)[0])
     if added < 1:
         raise ValueError(
-            "this tokenizer puts no token before a text, and the first token of one has to be given something: "
-            "give prefix='<|endoftext|>', or whatever stood between documents in training (of bytes: prefix='\\n')"
+            "this tokenizer puts no token before a text, so a text's first token would be predicted from nothing: "
+            "give prefix='<|endoftext|>', or what separated documents in training (for bytes: prefix='\\n')"
         )
     return int(tokenizer.encode([text], special="before")[0][0])
 

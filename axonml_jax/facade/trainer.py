@@ -102,8 +102,8 @@ class Handed:
         new = {name: leaf for name, leaf in _param_leaves(module).items() if id(leaf) != self._known.get(name)}
         if names := [name for name, leaf in new.items() if name in own and _differ(leaf, own[name])]:
             logger.warning(
-                "%s was changed, but what trains are the parallel model's own copies, which stay as they are: %s. Change them "
-                "by model.set_parameters(...) or model.load_state_dict(...), or the module before it is given to the model",
+                "%s was changed, which does not change the parallel model: it trains its own copies of %s. Change those "
+                "by model.set_parameters(...) or model.load_state_dict(...), or change the module before the model is made",
                 *(self._what, ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")),
             )
 
@@ -275,9 +275,9 @@ def load_state_dict(
         remedy = "; strict=False loads what matches" if strict and not wrong else ""
         if foreign:
             remedy = (
-                f": none of the names is one of its own. Its names are paths such as {next(iter(wanted), '')!r} "
-                "(model.state_dict()); PyTorch's 'a.weight' of a linear layer is 'a/kernel', transposed. A nest of parameters "
-                "goes to model.set_parameters"
+                f": none of the names is a name of the model. Its names are paths such as {next(iter(wanted), '')!r} "
+                "(model.state_dict()); PyTorch's 'a.weight' of a linear layer is 'a/kernel', transposed. Nested dicts of "
+                "parameters go to model.set_parameters"
             )
         raise ValueError(
             "load_state_dict: the given values do not fit the model" + remedy + ":\n" + "\n".join(problems)
@@ -304,7 +304,7 @@ def fitted(given: PyTree, held: PyTree, rule: str) -> PyTree:
     """
     values, wanted = named_leaves(given), named_leaves(held)
     missing, unexpected = [n for n in wanted if n not in values], [n for n in values if n not in wanted]
-    gone = [f"  {n}: given up by a later step (keep a copy)" for n, x in values.items() if is_deleted(x)]
+    gone = [f"  {n}: its memory was reused by a later step (keep a copy)" for n, x in values.items() if is_deleted(x)]
     if problems := _wrong_shapes(values, wanted) + _unmatched(missing, unexpected) + gone or _lossy(values, wanted):
         raise ValueError(rule + "; this one does not fit:\n" + "\n".join(problems))
     return jax.tree.unflatten(jax.tree.structure(held), [cast(values[n], leaf.dtype) for n, leaf in wanted.items()])
@@ -408,15 +408,19 @@ class Trainer(Generic[M]):
           ValueError: listing every leaf of an assigned state that does not fit.
         """
         if self._averaged:
-            raise RuntimeError("within trainer.averaged() the model has other parameters than the run: leave it first")
+            raise RuntimeError(
+                "within trainer.averaged() the model holds averaged parameters, not those that train: leave the block first"
+            )
         state = replace(self._state, variables=self.model.variables)
         if self._ema and self._loads != self.model.loads:
-            logger.warning("the model's parameters were loaded: the moving average begins with them")
+            logger.warning("the model's parameters were loaded: the moving average restarts from them")
             step = self.train_step
             state = with_new_average(step.model, state, step.at_rest)
             self._continue(state)
         if state.rounds is not None and state.params is not self._state.params:
-            logger.warning("the model's parameters were changed: replicas go on from them and drop this round's")
+            logger.warning(
+                "the model's parameters were changed: replicas continue from them and drop this round's updates"
+            )
             state = _replicas_anew(self, state)
             self._continue(state)
         return state
@@ -543,7 +547,9 @@ class Trainer(Generic[M]):
         if state.rounds is not None and before.rounds is not None:
             pairs = zip(jax.tree.leaves(state.rounds.own), jax.tree.leaves(before.rounds.own), strict=True)
             if any(new is old for new, old in pairs):
-                logger.warning("no parameters of these replicas were restored: they begin with the outer ones")
+                logger.warning(
+                    "the checkpoint has no parameters of these replicas: they start from the outer parameters"
+                )
                 state = _replicas_anew(self, state)
         self._continue(state, restored=True)
 
@@ -576,7 +582,10 @@ class Trainer(Generic[M]):
         """
         batch = one_batch(parts)
         if self.hollow:
-            raise ValueError("this trainer knows no values: load the model before it is made, or restore a checkpoint")
+            raise ValueError(
+                "the model was created from shapes and has no weights: load weights before creating the trainer, or restore a "
+                "checkpoint"
+            )
         refuse_tracing("trainer.step")
         refuse_changed(self._shown)
         if self._compared != self.model.loads:
@@ -800,7 +809,7 @@ def _walked(trainer: Trainer, call: str, batches: Iterable[PyTree]) -> Iterable[
     """
     if getattr(batches, "num_epochs", 1) is None:  # a loader's
         raise ValueError(
-            f"trainer.{call} walks to the end, and the loader has none (num_epochs=None): give it num_epochs=1"
+            f"trainer.{call} reads a loader to its end, and this one is endless (num_epochs=None): make it with num_epochs=1"
         )
     batches = map(host_arrays, under_users_mesh(batches))
     if jax.process_count() == 1:
@@ -848,13 +857,13 @@ def _tell_unread(trainer: Trainer, traced: Any, shapes: PyTree, *, zero: bool) -
         raise ValueError(UNREAD)
     if zero:
         logger.warning(
-            "the gradients of the first step are zero everywhere, though parameters reach the loss: so it is of a batch of "
-            "which nothing counts, or where all units are dead"
+            "the gradients of the first step are zero everywhere, though parameters reach the loss: possible causes: every "
+            "example is masked out, or every activation is dead"
         )
     if names := sorted(outside - read):
         logger.warning(
-            "the loss reads %s of a module from outside, as constants, and not of the model that it is given: they stay as "
-            "they are. Use the model in the loss: loss_fn = lambda model, batch: ... model(batch) ...",
+            "the loss reads %s from a module outside of it, not from the model that it is given: they are constants and do "
+            "not train. Use the model in the loss: loss_fn = lambda model, batch: ... model(batch) ...",
             ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5),
         )
 
@@ -863,7 +872,7 @@ def _of_arrays(model: Any, batch: PyTree) -> PyTree:
     """What a prediction is where nobody says it."""
     if isinstance(batch, Mapping | tuple | list):
         raise TypeError(
-            "trainer.predict cannot tell what of a batch the model is called with: say it, "
+            "trainer.predict cannot tell which part of a batch the model takes: give "
             'predict_fn=lambda model, batch: model(batch["x"])'
         )
     return model(batch)
@@ -899,9 +908,9 @@ def _plan_of(model: Any, view: Functional, given: Any, params: PyTree | None, sp
 def _no_tree(model: Any, *_: Any) -> Any:
     """What JAX and Flax ask of a model that is given to their own transforms and optimizers."""
     raise TypeError(
-        f"an ax.{type(model).__name__} is no Flax module, and JAX and nnx (jit, value_and_grad, Optimizer, state, split) do "
-        "not see into it: train it by trainer = model.trainer(optax.adamw(1e-3), loss_fn) and trainer.step(batch); or keep "
-        "your own loop, with module = ax.place(module, mesh, plan) in the place of your module"
+        f"an ax.{type(model).__name__} is not a Flax module, so JAX and nnx (jit, value_and_grad, Optimizer, state, split) "
+        "find no arrays in it: train it by trainer = model.trainer(optax.adamw(1e-3), loss_fn) and trainer.step(batch), or "
+        "keep your own loop, with module = ax.place(module, mesh, plan) instead of your module"
     )
 
 
@@ -1203,7 +1212,8 @@ class ParallelModel(SavedModel):
         for key in [each for each in self._programs if each[:2] == ("grad", id(given))]:
             if names := self._programs[key].changed():
                 logger.warning(
-                    "value_and_grad compiles anew, because the loss reads what was changed: %s", ", ".join(names)
+                    "value_and_grad is compiled again, because values that the loss reads were changed: %s",
+                    ", ".join(names),
                 )
                 del self._programs[key]
 

@@ -122,12 +122,12 @@ def _of_jax(equation: Equation, operands: list[Flow]) -> list[Flow]:
 
 
 _ENTERS = (
-    "{name}{line} takes a trained value that is the same on all ranks of {axis!r} beside one that is not, so that each rank "
-    "has a part of its gradient: give it copy_to(value, {axis!r}), or split_to for a rank's slice"
+    "{name}{line} combines a trained value that is the same on all ranks of {axis!r} with one that differs between them, so "
+    "each rank has only a part of its gradient: pass copy_to(value, {axis!r}) instead, or split_to for a rank's slice"
 )
 _LEAVES = (
-    "the transpose of {name} over {axis!r}{line} sums the ranks' gradients, which are the same: take reduce_from in the place "
-    "of a psum, gather_from in the place of an all_gather"
+    "the transpose of {name} over {axis!r}{line} sums gradients that are the same on all ranks, so the sum is too large: use "
+    "reduce_from instead of a psum, gather_from instead of an all_gather"
 )
 
 

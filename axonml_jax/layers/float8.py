@@ -427,9 +427,9 @@ def _stay(kept: Sequence[str], weights: frozenset[str]) -> str | None:
 def _check(found: WeightProducts) -> None:
     if found.split:
         raise ValueError(
-            f"products='fp8': {', '.join(found.split)} multiply inside of layers whose ranks swap activations in a backward "
-            "of their own (sequence_parallel, ring, overlap, 3-D layers), which would not be rounded as on one device: leave "
-            "these options out, or name the parameters in products_kept"
+            f"products='fp8': {', '.join(found.split)} are multiplied inside layers that exchange activations in a custom "
+            "backward (sequence_parallel, ring, overlap, 3-D layers), where products would not be rounded as on one device: "
+            "leave these options out, or name the parameters in products_kept"
         )
     if not found.rounding:
         raise ValueError(f"products='fp8': no product of the model may be rounded\n{found}\nuse another precision")
@@ -452,7 +452,7 @@ def _say(found: str, platform: str, native: bool) -> None:
 @functools.lru_cache
 def _warn(platform: str) -> None:
     logger.warning(
-        "products='fp8': these %s devices are not known to multiply floats of 8 bits: values are rounded to them and "
-        "multiplied in the compute dtype, which gives the same products and is more work than precision='bf16'",
+        "products='fp8': these %s devices are not known to have 8-bit float products: values are rounded to 8 bits and "
+        "multiplied in the compute dtype, which gives the same results and is slower than precision='bf16'",
         platform,
     )

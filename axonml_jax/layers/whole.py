@@ -157,8 +157,8 @@ def check_shard(what: str, array: jax.Array, shape: Sequence[int], spec: Partiti
         )
     if array.shape != expected:
         raise ValueError(
-            f"{what} has shape {array.shape} on each rank, where the whole {tuple(shape)} split by {spec} gives {expected}: "
-            "give shard_map the specs of axonml_jax.layers.whole.tensor_specs(model, mesh.shape) for the parameters"
+            f"{what} has shape {array.shape} on each rank, but its full shape {tuple(shape)} split by {spec} gives {expected}: "
+            "give shard_map the parameters' specs that axonml_jax.layers.whole.tensor_specs(model, mesh.shape) returns"
         )
 
 
@@ -495,8 +495,9 @@ def run_marked(program: Program, values: Sequence[Any], losses: WholeLosses) -> 
     results = _Level(losses).run(program, values)
     if any(isinstance(value, Part) for value in results):
         raise ValueError(
-            "auto_parallelize paired layers by example=, so that the output of one stays split until the other takes it; in "
-            "this call the model, or loss_fn, returns it: give the arguments of this call as the example, or no example"
+            "auto_parallelize paired layers as example= showed, so that the output of one stays split until the other takes "
+            "it, but in this call the model, or loss_fn, returns that output: give the arguments of this call as the example, "
+            "or no example"
         )
     return [_read(value) for value in results]
 
@@ -794,11 +795,11 @@ def _refuse_parts(differ: Mapping[str, Axes]) -> None:
     wrong = {name: sorted(axes.difference(BATCH_AXES).intersection(LAYER_AXES)) for name, axes in differ.items()}
     if said := "; ".join(f"{name} (over {', '.join(axes)})" for name, axes in wrong.items() if axes):
         raise ValueError(
-            f"these are not the same on all ranks of the mesh axes over which layers split: {said}. They read a rank's part as "
-            "if it were all: of what a layer leaves split, such as logits over the words, or of a split parameter. Take the "
-            "model's own loss (model.loss) or ax.vocab_parallel_cross_entropy(logits, targets, axis=...), let the last layer "
-            "return the whole (gather_output=True), leave weight decay to the optimizer, or join the parts with reduce_from or "
-            "gather_from of axonml_jax.collectives.gradients"
+            f"these results differ between ranks of the mesh axes over which layers split: {said}. They were computed from one "
+            "rank's part of a layer's split output, such as logits over the words, or of a split parameter, as if it were the "
+            "full array. Use the model's own loss (model.loss) or ax.vocab_parallel_cross_entropy(logits, targets, axis=...), "
+            "let the last layer gather its output (gather_output=True), leave weight decay to the optimizer, or combine the "
+            "parts by reduce_from or gather_from of axonml_jax.collectives.gradients"
         )
 
 

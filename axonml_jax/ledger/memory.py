@@ -55,8 +55,10 @@ def would_hang(placement: Placement, mesh: Mesh) -> Callable[[Any], None] | None
         if there:
             lines = dict.fromkeys(f"  permute of {each.result.split('{')[0]}, by {place(each)}" for each in there)
             raise ValueError(
-                "XLA's partitioner sends positions between neighbours in the branch of one stage, and on CPU that waits for "
-                "the devices of all stages, for ever:\n" + "\n".join(lines) + "\nuse a mesh without pipe or without "
+                "XLA's partitioner sends positions between neighbours in the branch of one stage, which on CPU waits for "
+                "the devices of all stages and never ends:\n"
+                + "\n".join(lines)
+                + "\nuse a mesh without pipe or without "
                 f"{', '.join(sorted(placement.automatic))}, or write the model for its rank's positions "
                 "(splits_positions = True)"
             )
@@ -102,8 +104,8 @@ def _refusal(traffic: PositionTraffic, allowed: float) -> str:
     listed = sorted(traffic.others, key=lambda each: traffic.bytes([each]), reverse=True)
     lines = [f"  {each.kind} of {each.result.split('{')[0]}: {sent([each])} bytes, by {place(each)}" for each in listed]
     return (
-        f"besides attention, which sends {sent(traffic.attention)} bytes per rank along {traffic.axis}, the model's code sends "
-        f"{sent(traffic.others)} across positions, more than {allowed:,.0f}:\n"
+        f"the model's code sends {sent(traffic.others)} bytes per rank along {traffic.axis} across positions, more than the "
+        f"{allowed:,.0f} that are allowed besides attention, which sends {sent(traffic.attention)}:\n"
         + "\n".join(lines[:12])
         + (f"\n  and {len(lines) - 12} more" if len(lines) > 12 else "")
         + "\nallow it by ax.Context(allow_communication=True) or a number of bytes, in a configuration "

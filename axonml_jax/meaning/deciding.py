@@ -36,9 +36,9 @@ from axonml_jax.program.program import (
 
 ROWS = "rows"
 
-NUMBERS = "has the model return a number of many rows that is no mean of them"
+NUMBERS = "has the model return a number computed from many rows that is not a mean over them"
 MIXED = "calls a model whose code mixes rows of the batch"
-UNPLACED = "calls the model in a way whose shapes do not tell how its results are split"
+UNPLACED = "calls the model in a way whose shapes do not show how its results are split"
 
 
 def unknown(why: str) -> ValueError:
@@ -48,8 +48,8 @@ def unknown(why: str) -> ValueError:
       why: as words behind "the loss".
     """
     return ValueError(
-        f"the loss {why}, and it is not known what that means for the whole batch in microbatches, where positions are split, "
-        "or where layers split their parameters: let the model return rows, take sizes from the batch (x.shape), or return "
+        f"the loss {why}: with microbatches, a `context` axis or tensor layers its value over the global batch cannot be "
+        "derived. Return per-row values from the model, take sizes from the batch (x.shape), or return "
         "ax.WeightedMean(total, weight), two sums over the rows (and positions) that the loss is given"
     )
 
@@ -208,9 +208,9 @@ def in_microbatches(asked: Asked, decided: Decided, *, two_sweeps: bool) -> Deci
             return _swept_twice(decided, places, dependent, asked.groups, calls)
         name, line = mixing.args
         raise ValueError(
-            f"the loss needs what the model makes of other microbatches: {name} ({line or 'no line known'}) is not a sum "
-            "over rows. Take all rows at once (accumulate=1, num_microbatches=1), allow one more forward that keeps what "
-            "the model makes (ax.mixing_rows(loss_fn, two_sweeps=True)), or return ax.WeightedMean(total, weight)"
+            f"the loss needs the model's results of other microbatches: {name} ({line or 'no line known'}) is not a sum "
+            "over rows. Take all rows at once (accumulate=1, num_microbatches=1), allow one more forward pass that keeps the "
+            "model's results (ax.mixing_rows(loss_fn, two_sweeps=True)), or return ax.WeightedMean(total, weight)"
         ) from None
 
 
@@ -220,20 +220,20 @@ def _swept_twice(
     """Decides for two sweeps, where the model's operands do not need all rows."""
     if any(calls_model(each) and each.name != MODEL_CALL for each in decided.whole.program.equations):
         raise ValueError(
-            "the loss calls the model inside of a loop, a branch or a checkpoint, whose results two sweeps do not keep: "
-            "call it outside, or take all rows at once (accumulate=1, num_microbatches=1)"
+            "the loss calls the model inside a loop, a branch or a checkpoint, where two_sweeps=True cannot keep its results: "
+            "call it outside of them, or take all rows at once (accumulate=1, num_microbatches=1)"
         )
     try:
         division = divided(decided.whole.program, places, dependent, groups, calls, only_calls=True)
     except Mixing as mixing:
         raise ValueError(
-            f"the model is called with what it makes of other microbatches: {mixing.args[0]} "
+            f"the model's input depends on its results of other microbatches: {mixing.args[0]} "
             f"({mixing.args[1] or 'no line known'}). Take all rows at once (accumulate=1, num_microbatches=1)"
         ) from None
     if division.late:
         raise ValueError(
-            "the model is called with sums over all rows of what it makes, which one sweep over microbatches does not "
-            "have: take all rows at once (accumulate=1, num_microbatches=1)"
+            "the model's input depends on sums of its results over all rows, which are not known yet in one sweep over "
+            "microbatches: take all rows at once (accumulate=1, num_microbatches=1)"
         )
     return replace(decided, division=division, sweeps=True)
 
@@ -294,9 +294,9 @@ def _refuse_same_draws(whole: Traced, local: Traced) -> None:
                 same.append(f"{name} of shape {shape} ({line or 'no line known'})")
     if same:
         raise ValueError(
-            f"the model draws for rows by a key that is the same on all ranks: {'; '.join(dict.fromkeys(same))}. Rows of other "
-            "ranks would get the same numbers: draw in the loss and give the model what was drawn, or draw by the model's own "
-            "streams (nnx.Rngs in the model, self.make_rng)"
+            f"the model draws random numbers for rows from a key that is the same on all ranks: "
+            f"{'; '.join(dict.fromkeys(same))}. Rows of different ranks would get the same numbers: draw in the loss and pass "
+            "the numbers to the model, or draw from the model's own streams (nnx.Rngs in the model, self.make_rng)"
         )
 
 
@@ -344,7 +344,7 @@ def refuse_draws(asked: Asked, found: Decided | str) -> None:
         noted, pairs = local.noted, [(whole.draws, local.draws)] if found == ROWS else []
     problems = [] if pairs else [why for each in whole.draws if (why := _whole_problem(each, rows))]
     if noted is None or len(noted) != len(whole.noted):
-        problems, noted = ["what the model draws for a rank's rows is not known"], whole.noted
+        problems, noted = ["it cannot be derived what the model draws for a rank's rows"], whole.noted
     pairs += [(a.draws, b.draws) for a, b in zip(whole.noted, noted, strict=True)]
     problems += [why for of_all, of_rank in pairs for why in _problems(of_all, of_rank, rows)]
     if problems:
@@ -368,13 +368,13 @@ def _problem(whole: Drawn, own: Drawn, rows: int) -> str | None:
     if own.name not in KNOWN:
         return "is not known to draw row by row"
     if not grown and _seems_rows(own, rows):
-        return f"has a dim of {rows}, as many as a rank has rows, which are none: take another batch size"
+        return f"has a dim of {rows}, which equals a rank's number of rows but is not the rows: take another batch size"
     if not grown:
         return None
     if not own.by_rows:
         return "comes from a key that the code makes itself, which is the same on every rank"
     if own.name == "random_fold_in":
-        return "makes keys of numbers that each rank begins anew: jax.random.split(key, rows) makes one for each row"
+        return "makes keys of numbers that restart on each rank: use jax.random.split(key, rows), one key for each row"
     fits = rows in own.shape and grown == [own.shape.index(rows)]
     return None if fits else f"has more rows in the whole batch, but no dim of its own for the {rows} rows of a rank"
 

@@ -69,8 +69,8 @@ class MicroRanks(Ranks):
         if not all(group.positions for group in groups):
             name, line = self.at
             raise ValueError(
-                "a loop's condition, or a gradient that a function of the loss says itself, needs what the model makes of "
-                f"other microbatches: {name} ({line or 'no line known'}) is not a sum over rows. Take all rows at once "
+                "a loop's condition, or a custom derivative in the loss, needs the model's results of other microbatches: "
+                f"{name} ({line or 'no line known'}) is not a sum over rows. Take all rows at once "
                 "(accumulate=1, num_microbatches=1), or return ax.WeightedMean(total, weight)"
             )
 

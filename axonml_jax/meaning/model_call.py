@@ -518,7 +518,7 @@ def _in_order(aval: Any, place: Split | None, followed: Place, group: Group) -> 
     what, axes = "positions" if group.positions else "rows", ", ".join(group.axes)
     raise ValueError(
         f"the model returns an array of shape {tuple(aval.shape)}, whose dim {place.dim} has {what} "
-        f"merged with other dims, and it cannot be told in which order: ranks along {axes} have parts "
+        f"merged with other dims in an order that cannot be derived, though ranks along {axes} have parts "
         "of it. Return them as a dim of their own (the loss may reshape it), or return ax.WeightedMean(total, weight)"
     )
 
@@ -531,5 +531,5 @@ def no_mean(aval: Any) -> jax.Array:
     """Refuse to read an array that has neither rows nor a mean."""
     raise ValueError(
         f"the model returned an array of shape {aval.shape} and dtype {aval.dtype} without a batch dim, and the loss reads it: "
-        "it may differ from rank to rank and has no mean. Return it with a dim of rows, or let the loss make it of rows"
+        "it may differ from rank to rank and has no mean. Return it with a dim of rows, or let the loss compute it from rows"
     )

@@ -285,7 +285,7 @@ def too_much(gathered: Sequence[Gathered], most: int) -> str:
     """The message for a loss that gathers too many bytes."""
     lines = [f"  {each.operation} ({each.line or 'no line known'}): {each.bytes:,} bytes" for each in gathered]
     return (
-        "the loss mixes rows of different ranks: these operations need rows that other ranks have, "
+        "the loss mixes rows of different ranks: these operations gather rows of other ranks, "
         f"{sum(each.bytes for each in gathered):,} bytes a rank and step, and {most:,} are allowed:\n"
         + "\n".join(lines)
         + "\nAllow it with "

@@ -217,8 +217,8 @@ class WholeBatch:
             decided = in_microbatches(asked, decided, two_sweeps=self.two_sweeps)
         except Unclear:
             raise ValueError(
-                "the loss cannot be taken of a microbatch's rows alone (the error above, if there is one), so it is not known "
-                "what calls of the model give there: take all rows at once (accumulate=1, num_microbatches=1)"
+                "the loss cannot be traced with a microbatch's rows alone (the error above, if there is one, says why): take "
+                "all rows at once (accumulate=1, num_microbatches=1)"
             ) from decided.failed
         groups = (self.group, *self._among_positions)
         ranks, known = Ranks(groups, self.most_gathered, self._alone), []

@@ -105,7 +105,7 @@ def init(
     chosen = BACKENDS[backend]() if isinstance(backend, str) else backend or _default_backend()
     if jax.process_count() > 1 and not jax.distributed.is_initialized():
         raise ValueError(
-            f"init: JAX's devices are those of {jax.process_count()} processes, and no launcher has said how they find each "
+            f"init: JAX's devices are those of {jax.process_count()} processes, and no launch variable says how they find each "
             "other; pass coordinator='host:port', num_processes= and process_id=, or call jax.distributed.initialize() before"
         )
     if found is None and num_processes is None and (said := reserved(os.environ)):

@@ -490,8 +490,8 @@ def refuse_unjoined() -> None:
     if count > 1 and not sees_others():
         who = "axonml-jax launch" if who == "torchrun" and RUN_ID in os.environ else who
         raise RuntimeError(
-            f"this is process {process} of {count} that {who} has started, and it has joined nobody: every process would "
-            f"train alone. Call ax.init() before the first JAX operation, or set {ALONE}=1 to run each process alone"
+            f"this is process {process} of {count} that {who} has started, and it has not joined the others: every process "
+            f"would train alone. Call ax.init() before the first JAX operation, or set {ALONE}=1 to run each process alone"
         )
 
 

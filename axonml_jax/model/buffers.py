@@ -104,8 +104,8 @@ def _joined(own: Any, axes: tuple[str, ...], sum_over_ranks: Sum) -> tuple[tuple
 
 def _refuse_mask(x: jax.Array, axes: Any) -> jax.Array:
     raise ValueError(
-        f"BatchNorm with mask= and an axis_name of a vmap would join {', '.join(axes)}: where masks are unequal it is not "
-        "known whether the mean is one of rows or of the vmap's means. Leave axis_name or mask= out, or take "
+        f"BatchNorm with mask= and an axis_name of a vmap would average over {', '.join(axes)}: if masks are unequal, it is "
+        "ambiguous whether that is a mean of rows or of the vmap's means. Leave axis_name or mask= out, or take "
         'batch_stats="local"'
     )
 
@@ -225,8 +225,8 @@ def declared_joins(kinds: Kinds, state: PyTree) -> dict[str, Join]:
                     problems.append(f"{own}: {leaf} is declared {join!r}, and {found[leaf]!r} by another module")
     if problems:
         raise ValueError(
-            f"{DECLARED} says how state of a model joins over ranks, each of {', '.join(map(repr, get_args(Join)))}; these "
-            f"do not:\n  " + "\n  ".join(problems)
+            f"{DECLARED} says how the state of a model is joined over ranks, by one of "
+            f"{', '.join(map(repr, get_args(Join)))}; these entries are wrong:\n  " + "\n  ".join(problems)
         )
     return found
 

@@ -182,8 +182,8 @@ class Lora:
                 f"lora: rank={self.rank}, targets={list(self.targets)} do not fit the model:\n"
                 + "\n".join(problems)
                 + "\n"
-                "a target is a matrix, or a stack of them that its layer or `stacked` names; of a kernel of more dims `dims` "
-                "says which are its sides, such as dims={'query/kernel': 'in out out'}; matrices here are "
+                "a target is a matrix, or a stack of matrices that its layer or `stacked` declares; for a kernel with more "
+                "dims `dims` says which are its input and output, as in dims={'query/kernel': 'in out out'}; matrices here are "
                 f"{', '.join(some[:8])}{', ...' if len(some) > 8 else ''}"
             )
         return found
@@ -396,8 +396,8 @@ def lora_functional(
     adapters = {name: _adapter(lora, name, sides) for name, sides in chosen.items()}
     if taken := [each for adapter in adapters.values() for each in adapter.added if each in shapes]:
         raise ValueError(
-            f"lora: adapters would be called as the model's own parameters are: {', '.join(taken)}; rename these, or leave "
-            "their neighbours out of targets"
+            f"lora: adapters would have the names of existing parameters of the model: {', '.join(taken)}; rename these, or "
+            "leave their neighbours out of targets"
         )
 
     def with_adapters(variables: Variables) -> Variables:
@@ -431,7 +431,7 @@ def _int8(frozen: PyTree, chosen: Mapping[str, Sides]) -> PyTree:
     paths = {_name(path): path for path in leaves}
     if training := [name for name in chosen if name not in paths]:
         raise ValueError(
-            f"lora: {', '.join(training)} are to train and to rest as int8: leave them out of trainable, or of targets"
+            f"lora: {', '.join(training)} cannot both train and be stored as int8: leave them out of trainable, or of targets"
         )
     for name, sides in chosen.items():
         path = paths[name]

@@ -52,14 +52,14 @@ def per_weight(total: Any, weight: Any) -> Any:
 
 UNREAD = (
     "no trained parameter reaches the loss, so all gradients are zero: the loss must call the model that it is given, "
-    "model(x), not a module from outside nor module.apply(params, x) of variables from outside, which are constants; and "
-    "nothing may stop all gradients (jax.lax.stop_gradient)"
+    "model(x). A module or module.apply(params, x) with variables from outside of the loss is a constant. Nor may "
+    "jax.lax.stop_gradient stop all gradients"
 )
 
 TRACED = (
-    "a loss and its model are traced once for all batches and have no numbers yet: return metrics as arrays, which have "
-    ".item() and float() in what a step returns; write jnp in the place of np, jnp.where in the place of if, and "
-    "jax.debug.print in the place of print"
+    "a loss and its model are traced once for all batches, when arrays have no values yet: return metrics as arrays, and "
+    "call .item() or float() on what a step returns; write jnp instead of np, jnp.where instead of if, and "
+    "jax.debug.print instead of print"
 )
 
 
@@ -95,8 +95,8 @@ def parse_loss(returned: Any, positions: tuple[str, ...] = ()) -> Loss:
     weighted = isinstance(loss, WeightedMean)
     if positions and (plain := _plain(loss, metrics)):
         raise ValueError(
-            f"loss_fn returned {', '.join(plain)} as a plain number, but {', '.join(positions)} splits positions. Of a loss "
-            "with collectives of its own, or where several axes split them, it cannot be told whether that is a mean or a sum: "
+            f"loss_fn returned {', '.join(plain)} as a plain number, but {', '.join(positions)} splits positions. If a loss "
+            "has collectives of its own, or several axes split them, it cannot be told whether a number is a mean or a sum: "
             "return ax.WeightedMean(total, weight), both summed over the positions that loss_fn is given"
         )
     total = _scalar(loss.total if weighted else loss, "its loss")
@@ -128,9 +128,9 @@ def of_batch(loss_fn: Any) -> Any:
     def on_parts(model: Any, batch: Any) -> Any:
         if not isinstance(batch, tuple) or len(batch) != len(needed) - 1:
             raise TypeError(
-                f"loss_fn takes ({', '.join(needed)}), and a step gives it the model and what is a batch: call "
+                f"loss_fn takes ({', '.join(needed)}), but a step gives it only the model and the batch: call "
                 f"step({', '.join(needed[1:])}) with all of them as arrays of rows, or write loss_fn(model, batch). Random "
-                "streams belong into the model (self.rngs = nnx.Rngs(0); every step draws anew), metrics into what the loss "
+                "streams belong in the model (self.rngs = nnx.Rngs(0); every step draws anew), metrics in what the loss "
                 "returns"
             )
         return loss_fn(model, *batch)
@@ -149,8 +149,8 @@ def of_arrays(loss_fn: Any) -> str | None:
     if first not in ("params", "variables", "state", "weights"):
         return None
     return (
-        f"loss_fn({first}, batch): what a loss gets first is the model with its parameters in it, not these: write "
-        "loss_fn(model, batch) and call it, model(x), in the place of module.apply or nnx.merge"
+        f"loss_fn({first}, batch): the first argument of a loss is the model with its parameters in it, not {first}: write "
+        "loss_fn(model, batch) and call model(x) instead of module.apply or nnx.merge"
     )
 
 

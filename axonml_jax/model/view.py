@@ -330,15 +330,15 @@ def selector(trainable: Any) -> Callable[[str], bool]:
         return lambda name: True
     if is_filter(trainable):
         raise TypeError(
-            f"trainable={trainable!r} is a filter of NNX variables, and here parameters have names alone (of a Linen module, "
-            "beside ax.lora): give regular expressions of path names, or a predicate of the path name"
+            f"trainable={trainable!r} is a filter of NNX variables, but these parameters are known by name only (as those of "
+            "a Linen module, or beside ax.lora): give regular expressions of path names, or a predicate of the path name"
         )
     if callable(trainable):
         return lambda name: bool(trainable(name))
     patterns = [trainable] if isinstance(trainable, str) else trainable
     if not isinstance(patterns, Iterable) or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(
-            f"trainable={trainable!r} says nothing about parameters: give regular expressions of path names, a predicate "
+            f"trainable={trainable!r} does not select parameters: give regular expressions of path names, a predicate "
             "of the path name, an NNX variable type, or None for all"
         )
     try:
@@ -584,8 +584,8 @@ def linen_functional(
     collections = dict(unfreeze(unboxed(variables)))
     if OVERWRITE_WITH_GRADIENT in collections:
         raise ValueError(
-            f"{type(module).__name__} has a collection {OVERWRITE_WITH_GRADIENT!r}, as Flax's fp8 layers have: what is called "
-            "its gradient are new scales, and a step here would leave them as they are. Take layers without it (nn.Dense), and "
+            f"{type(module).__name__} has a collection {OVERWRITE_WITH_GRADIENT!r}, as Flax's fp8 layers have: its gradients "
+            "are new scales, which a step here would not store. Use layers without it (nn.Dense), and "
             'precision="fp8" of a facade or a plan, whose products of 8-bit floats need no such state'
         )
     if "params" not in collections:
@@ -674,8 +674,8 @@ class LinenFunctional(Functional):
         hooked = [f"{kind.__name__} at {path}" for path, kind in found]
         if hooked:
             raise ValueError(
-                f"{HOOK} runs on NNX modules; a Linen module has variables only while it is called, but these have such a "
-                f"method: {', '.join(hooked)}. Write them as NNX modules, or name the method otherwise"
+                f"{HOOK} runs on NNX modules only, because a Linen module has variables only while it is called; these Linen "
+                f"modules have such a method: {', '.join(hooked)}. Write them as NNX modules, or rename the method"
             )
         return state
 
@@ -699,8 +699,8 @@ def _explained(fixed: bool) -> Iterator[None]:
         if not fixed:
             raise
         raise ValueError(
-            "the loss calls the model within jax.jit, jax.grad, jax.vmap, jax.checkpoint or a loop of JAX's, where it changes "
-            f"its state, which does not come out of there ({error}): call it outside, or as in evaluation (train=False), or "
+            "the loss calls the model within jax.jit, jax.grad, jax.vmap, jax.checkpoint or a JAX loop, and the change of its "
+            f"state there would be lost ({error}): call it outside, or as in evaluation (train=False), or "
             "let the module do that itself (nn.jit, nn.remat, nn.scan)"
         ) from None
 
@@ -738,8 +738,8 @@ class BoundLinen:
         module = self._module
         if given := [f"{name}=" for name in ("rngs", "mutable") if name in kwargs]:
             raise TypeError(
-                f"leave {' and '.join(given)} out of model(...): the model has random streams of every name, and keeps what a "
-                "call changes"
+                f"leave {' and '.join(given)} out of model(...): the model provides random streams of every name, and keeps "
+                "the state that a call changes"
             )
         if self._mode.training is False:
             module, kwargs = self._evaluating(method, args, kwargs)
@@ -800,7 +800,8 @@ class BoundLinen:
             words = ", ".join(f"{flag}={value}" for flag, value in flags.items())
             if flags:
                 self._say(
-                    f"evaluation calls {whose}({words}), as the loss does not say it: model(x, train=model.is_training)"
+                    f"evaluation calls {whose}({words}), because the loss does not pass it; to choose it yourself, write "
+                    "model(x, train=model.is_training)"
                 )
         return module, kwargs | {flag: value for flag, (value, _) in given.items()}
 
@@ -809,7 +810,7 @@ class BoundLinen:
         given = kwargs.get("deterministic", args[1] if len(args) > 1 else None)
         if not (module.deterministic if given is None else given) and module.rate:
             path = "/".join(module.path)
-            self._say(f"{path} drops units in evaluation too: it is made or called with deterministic=False")
+            self._say(f"{path} drops units in evaluation too, because it is made or called with deterministic=False")
 
     @property
     def is_within(self) -> bool:
@@ -825,8 +826,8 @@ class BoundLinen:
         if new := sorted(named_leaves(changed).keys() - named_leaves(self.state).keys()):
             own = sorted({name.partition("/")[0] for name in new})
             raise ValueError(
-                f"{type(self._module).__name__} adds {', '.join(new)} to its state in a call, as `sow` does. Leave "
-                f"{', '.join(own)} out of params=, and read what a call sows in the loss: out, sown = "
+                f"{type(self._module).__name__} adds {', '.join(new)} to its state when it is called, as `sow` does. Leave "
+                f"{', '.join(own)} out of params=, and read what a call sows inside the loss: out, sown = "
                 f"module.apply({{'params': model.params, **model.state}}, x, mutable={own})"
             )
 
@@ -892,7 +893,7 @@ def _filter(trainable: Any) -> Callable[[Any, Any], bool]:
         return nnx.filterlib.to_predicate(tuple(trainable) if isinstance(trainable, list) else trainable)
     except TypeError as error:
         raise TypeError(
-            f"trainable={trainable!r} says nothing about parameters: give regular expressions of path names, a predicate "
+            f"trainable={trainable!r} does not select parameters: give regular expressions of path names, a predicate "
             f"of the path name, or an NNX filter ({error})"
         ) from None
 
@@ -1153,7 +1154,7 @@ def named_arrays(given: Any) -> dict[str, Any]:
 def _checked(leaves: list[tuple[str, Any]]) -> dict[str, Any]:
     foreign = [f"{name}: {_words(leaf)}" for name, leaf in leaves if _is_foreign(leaf)]
     if foreign:
-        raise TypeError(f"these values are no arrays: {'; '.join(foreign)}. Leave them out")
+        raise TypeError(f"these values are not arrays: {'; '.join(foreign)}. Leave them out")
     names = [name for name, _ in leaves]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"several values have the same path: {', '.join(twice)}. Rename one of each")
@@ -1206,7 +1207,7 @@ def hidden_words(hidden: Mapping[int, str], path: Iterable[Any] = (), method: st
     """The refusal."""
     call = ".".join(["model", *map(str, path), *([] if method == "__call__" else [method])])
     return (
-        f"{call}(...) returned arrays within what JAX does not see into: {'; '.join(hidden.values())}. Register the class "
+        f"{call}(...) returned arrays inside objects that are not pytrees: {'; '.join(hidden.values())}. Register the class "
         "(jax.tree_util.register_dataclass, flax.struct.dataclass, nnx.Pytree), or return the arrays in a dict or a tuple"
     )
 

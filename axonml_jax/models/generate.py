@@ -377,8 +377,8 @@ def logits_in(returned: Any) -> jax.Array:
         found = f"an array of shape {returned.shape}" if hasattr(returned, "shape") else f"a {type(returned).__name__}"
         raise TypeError(
             f"generate: the model returned {found}, and must map tokens [b, w] to logits [b, w, v]. Give a function that takes "
-            "them out of what it returns, such as lambda tokens: model(tokens)[0], after model.eval(); a parallel model takes "
-            "prompts so whose number divides over its batch axes"
+            "them out of what it returns, such as lambda tokens: model(tokens)[0], after model.eval(); for a parallel model "
+            "the number of prompts must then divide over its batch axes"
         )
     return returned
 

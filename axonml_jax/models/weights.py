@@ -414,9 +414,9 @@ def _refuse_other_head(stored: StoredArrays, table: str) -> None:
         if all(np.array_equal(head[part], embedding[part], equal_nan=True) for part in parts):
             return
     raise ValueError(
-        f"{head.file} has a head of its own, {head.name} {head.shape}, other than {embedding.name} {embedding.shape}, to which "
-        'the configuration ties it ("tie_word_embeddings" in config.json, tie_embeddings here): it would be left out. Use it '
-        "with tie_word_embeddings false (`pretrained(folder, tie_embeddings=False)`), or take it out of the files"
+        f"{head.file} has a head, {head.name} {head.shape}, that differs from {embedding.name} {embedding.shape}, to which the "
+        'configuration ties it ("tie_word_embeddings" in config.json, tie_embeddings here), so the head would be ignored. To '
+        "use it, set tie_word_embeddings to false (`pretrained(folder, tie_embeddings=False)`); else remove it from the files"
     )
 
 

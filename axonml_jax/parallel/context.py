@@ -42,10 +42,10 @@ def problems_of(model: Functional, axis: str, ranks: int) -> Iterator[str]:
     """Problems of a model on an axis whose ranks have positions of their own, with the remedies."""
     if not model.declares(DECLARED):
         yield (
-            f"{axis}={ranks} splits sequences over ranks, and no module of the model says that its code, which then sees the "
-            f"positions of one rank only, is written for that: attention, positions and shifts would silently be those of a "
-            f"part. If every position is worked on alone, or what goes across positions is ax.context_attention with "
-            f"ax.context_positions, say so by the class attribute {DECLARED} = True; else use a mesh without {axis}"
+            f"{axis}={ranks} splits sequences over ranks, but no module of the model declares that its code is written for "
+            f"one rank's positions: attention, position numbers and shifts would silently see a part of a sequence only. If "
+            f"the code works on every position alone, or across positions only by ax.context_attention with "
+            f"ax.context_positions, declare it by the class attribute {DECLARED} = True; else use a mesh without {axis}"
         )
     if found := dict(_plain_dropouts(model.abstract_module)):
         yield (

@@ -61,7 +61,7 @@ def check_axes(plan: Plan, degrees: Mapping[str, int], in_layers: Mapping[str, P
         )
     if plan.pipe is None and degrees.get(STAGES, 1) > 1:
         raise ValueError(
-            f"the mesh has {STAGES}={degrees[STAGES]}, and the plan says nothing about stages: give it "
+            f"the mesh has {STAGES}={degrees[STAGES]}, but the plan has no pipe=: give it "
             "pipe=ax.Pipelined(num_microbatches=..., schedule=...), use ax.Pipeline, or a mesh without this axis"
         )
     automatic = _check_automatic(plan, degrees)
@@ -85,8 +85,8 @@ def _check_automatic(plan: Plan, degrees: Mapping[str, int]) -> list[AxisNames]:
     automatic = [axis for axis in leaving if degrees[as_axes(axis)[0]] > 1]
     if automatic and plan.check_vma:
         raise ValueError(
-            f"{', '.join(map(str, automatic))} is left to XLA's partitioner, since the model's code sees whole sequences, and "
-            "JAX has no gradient of attention across ranks in there with types that are checked: leave out check_vma=True, "
+            f"{', '.join(map(str, automatic))} is left to XLA's partitioner, because the model's code sees whole sequences, and "
+            "there JAX cannot differentiate attention across ranks with check_vma=True: leave that out, "
             "or write the model for its rank's positions (ax.context_attention, ax.context_positions; splits_positions = True)"
         )
     return automatic
@@ -111,13 +111,13 @@ def _check_rounds(plan: Plan, degrees: Mapping[str, int], *, automatic: bool) ->
         name = type(rounds).__name__
         if missing := [each for each in as_axes(axis) if each not in degrees]:
             raise ValueError(
-                f"{name} has its replicas along {', '.join(missing)}, which the mesh {dict(degrees)} lacks: use "
+                f"{name} puts its replicas along {', '.join(missing)}, which the mesh {dict(degrees)} lacks: use "
                 f"ax.make_mesh({missing[0]}=..., ...), or another strategy"
             )
         if automatic:
             raise ValueError(
-                f"{name}: the model's code sees whole sequences, which leaves the axis of positions to XLA's partitioner, and "
-                "the end of a round runs on what a rank holds: write the model for its rank's positions "
+                f"{name}: the model's code sees whole sequences, so XLA's partitioner splits the axis of positions, but the "
+                "end of a round works on the shards that a rank holds: write the model for its rank's positions "
                 "(ax.context_attention, splits_positions = True), or use a mesh without this axis"
             )
 
@@ -129,19 +129,20 @@ def _check_partition(plan: Plan, degrees: Mapping[str, int]) -> None:
     layout = plan.batch_layout(degrees)
     if plan.check_vma and all(degrees[axis] == 1 for axis in layout.axes):
         raise ValueError(
-            f"partition= leaves all axes of {dict(degrees)} that have ranks to XLA's partitioner, which does not accept what "
-            "JAX's types write where no other axis splits the batch: leave out check_vma=True, or give data ranks"
+            f"partition= leaves all axes of {dict(degrees)} with more than one rank to XLA's partitioner, which rejects the "
+            "program that check_vma=True makes if no other axis splits the batch: leave out check_vma=True, or give data "
+            "more ranks"
         )
     alone = [axis for axis in layout.axes if degrees[axis] == 1]
     if plan.check_vma and alone and degrees.get("fsdp", 1) > 1:
         raise ValueError(
-            f"check_vma=True with partition= beside fsdp: {', '.join(alone)} of {dict(degrees)} has one rank, over which JAX's "
-            "types want a sum that XLA's partitioner does not accept: leave out check_vma=True, or give it ranks"
+            f"check_vma=True with partition= and fsdp: {', '.join(alone)} of {dict(degrees)} has one rank, over which "
+            "check_vma=True adds a sum that XLA's partitioner rejects: leave out check_vma=True, or give the axis more ranks"
         )
     if along := [axis for axis, _ in layout.positions if degrees[axis] > 1]:
         raise ValueError(
-            f"{', '.join(along)} splits positions, and partition= leaves an axis to XLA's partitioner, whose outputs are not "
-            "known to be whole there: use layers that split themselves (ax.ColumnParallelLinear, ax.auto_parallelize), or no "
+            f"{', '.join(along)} splits positions, and partition= leaves an axis to XLA's partitioner, whose outputs may then "
+            "be split over it too: use layers that split themselves (ax.ColumnParallelLinear, ax.auto_parallelize), or no "
             "axis that splits positions"
         )
 
@@ -168,16 +169,15 @@ def _check_strategies(plan: Plan, degrees: Mapping[str, int]) -> None:
     }
     if idle:
         raise ValueError(
-            f"buckets and overlap are those of one strategy of a plan, here {reducer!r}; what these say of them would have no "
-            f"effect: {idle}. Say it there"
+            f"one strategy of a plan sets buckets and overlap, here {reducer!r}; these settings of other strategies have no "
+            f"effect: {idle}. Set them in that strategy"
         )
     _check_feedback(plan, degrees)
     acting = [strategy for strategy in plan.on(degrees).values() if strategy.having(Stateful)]
     if acting and (plan.pipe is not None or plan.offload is not CPUOffload.NONE):
         raise ValueError(
-            f"{', '.join(map(repr, acting))} acts on parameters between steps (init_state, after_update), which a pipeline's "
-            "buffers and what rests in host memory do not give it: use a plan without pipe and without offload, or another "
-            "strategy"
+            f"{', '.join(map(repr, acting))} acts on parameters between steps (init_state, after_update), which is not "
+            "possible in a pipeline's buffers or host memory: use a plan without pipe and without offload, or another strategy"
         )
 
 
@@ -205,8 +205,9 @@ def _check_feedback(plan: Plan, degrees: Mapping[str, int]) -> None:
     }
     if why := [name for name, found in wrong.items() if found]:
         raise ValueError(
-            f"{', '.join(map(repr, fed.values()))} adds what its sums leave out of a rank's gradients to the next step's, and "
-            f"does not go with {'; nor with '.join(why)}: leave that out, or use one without feedback (reduce_wire='int8')"
+            f"{', '.join(map(repr, fed.values()))} uses error feedback: the rounding error of a step's gradient sums is added "
+            f"to the next step's. That cannot be combined with {'; nor with '.join(why)}: leave that out, or use a strategy "
+            "without feedback (reduce_wire='int8')"
         )
 
 
@@ -698,7 +699,7 @@ def _check_named(plan: Plan, degrees: Mapping[str, int]) -> None:
     named = plan.partition.named.difference(PARTITIONED)
     if idle := sorted(axis for axis in named - shards if degrees.get(axis, 1) > 1):
         raise ValueError(
-            f"rules name {', '.join(idle)}, along which the plan keeps parameters whole on every rank: leave "
+            f"rules name {', '.join(idle)}, along which the plan replicates parameters: leave "
             f"{' and '.join(idle)} out of the rules, or shard over it, ax.Plan({idle[0]}=ax.Shard())"
         )
 

@@ -73,8 +73,8 @@ def reading_placed(
     """
     if check_vma:
         raise ValueError(
-            "the model's code places arrays over axes of a mesh, which is read under your own mesh, and JAX's types of what "
-            "varies are about ours: leave out check_vma=True (the result is the same), or take the placement out of the model"
+            "the model's code places arrays over axes of your own mesh, but check_vma=True checks types over the plan's mesh: "
+            "leave out check_vma=True (the result is the same), or remove the placement from the model"
         )
     meshes = [*around, *model.users_meshes, mesh_around()]
     leaves, treedef = jax.tree.flatten((variables, *args))
@@ -93,7 +93,7 @@ def reading_placed(
     _explain(first, meshes)
     if any(isinstance(leaf, jax.Array) and leaf.shape[:1] == (1,) for leaf in jax.tree.leaves(args)):
         first.add_note(
-            "A rank has one row here, of which JAX may forget over which Explicit axes it lies: give each two rows or more"
+            "A rank has one row here, and JAX may lose over which Explicit axes one row is split: give each rank two or more"
         )
     raise first
 
@@ -197,8 +197,8 @@ def _explain(error: Exception, meshes: Sequence[AbstractMesh]) -> None:
         return
     known = ", ".join(map(repr, dict.fromkeys(name for mesh in meshes for name in mesh.axis_names)))
     raise ValueError(
-        f"the model's code places arrays over {axis!r} at {callers_line(error)}, which no mesh here has ({known}): wrap it "
-        f"under your own mesh, `with jax.set_mesh(mesh):`, or give the plan a mesh with the axis {axis!r}"
+        f"the model's code places arrays over {axis!r} at {callers_line(error)}, which no mesh here has ({known}): wrap the "
+        f"model under your own mesh, `with jax.set_mesh(mesh):`, or give the plan a mesh with the axis {axis!r}"
     ) from error
 
 

@@ -80,7 +80,7 @@ def boundaries(
         found.append(max(work.positions[best], found[-1]))
     if missing:
         raise ValueError(
-            f"nothing of what begins these stages is read by the loss: {'; '.join(missing)}; say where stages begin with "
+            f"the loss reads no parameter with which these stages begin: {'; '.join(missing)}; say where stages begin with "
             "split=, and let the loss call the model that it is given, model(x)"
         )
     return found
@@ -364,8 +364,8 @@ class _Cutter:
                 wrong.append(f"{names[i]} (read on {readers}, changed on {owners[i]})")
         if wrong:
             raise ValueError(
-                "these states of the model are read on another stage than the one that changes them, where a later "
-                f"microbatch would see an older value: {'; '.join(wrong)}. Let a stage hold both, by other beginnings (split=)"
+                "one stage changes these states of the model and another reads them, so a later microbatch would read an "
+                f"older value: {'; '.join(wrong)}. Put both on one stage by other beginnings (split=)"
             )
         return owners
 

@@ -1209,8 +1209,8 @@ def _warn_of_names(shapes: Mapping[str, Any]) -> None:
     kinds = dict.fromkeys(path.rstrip("0123456789") for path in units(list(shapes), None, {}))
     if len(kinds) > 1:
         warn(
-            f"stages follow the names of {', '.join(f'{kind}*' for kind in kinds)}: in which order these are called is not "
-            "known, as parameters that pass jax.jit or jax.tree.map are sorted. What a stage reads of another's is sent in "
+            f"stages follow the names of {', '.join(f'{kind}*' for kind in kinds)}: the order in which these are called is "
+            "unknown, because jax.jit and jax.tree.map sort parameters. What a stage reads of another stage is sent in "
             "every step. Give params= what module.init returned, or a function that calls it (params=lambda: module.init(key, "
             "example)), or say where stages begin (split=)",
         )

@@ -130,8 +130,9 @@ class BatchLayout:
             if (dim := dim_of(path, shape)) is not None:
                 if not 0 < dim < len(shape):
                     raise ValueError(
-                        f"along {axis!r} positions of the batch's leaf {path or 'batch'!r} of shape {shape} are said to be dim "
-                        f"{dim}: dim 0 holds rows, so it must be one of {list(range(1, len(shape)))}, or None"
+                        f"along {axis!r} the strategy's position_dim() returned {dim} for the batch's leaf "
+                        f"{path or 'batch'!r} of shape {shape}: dim 0 holds rows, so it must be one of "
+                        f"{list(range(1, len(shape)))}, or None"
                     )
                 if axis not in self.automatic or shape[dim] % self.size((axis,)) == 0:
                     found[dim] = (*found.get(dim, ()), axis)
@@ -226,8 +227,8 @@ class BatchLayout:
             return batch
         if not isinstance(batch, InRankOrder):
             raise TypeError(
-                f"ranks hold positions in the orders {dict(self.orders)}, and this batch was not placed so: call the step "
-                "itself, which places it"
+                f"ranks hold positions in the orders {dict(self.orders)}, but this batch was not placed in them: call the step "
+                "itself, which places the batch"
             )
         return batch.batch
 
@@ -280,16 +281,16 @@ def check_batch(layout: BatchLayout, batch: PyTree, microbatches: int = 1) -> No
     if not split:
         raise ValueError(
             f"the batch has no array with a batch dim to split over {degree} shards: its leaves are "
-            f"{some_of([repr(name or 'batch') for name in leaves]) or 'none'}. Make arrays of numbers in lists, "
-            "np.asarray(rows); a dataset of Hugging Face does .with_format('numpy')"
+            f"{some_of([repr(name or 'batch') for name in leaves]) or 'none'}. Turn lists of numbers into arrays, "
+            "np.asarray(rows); for a Hugging Face dataset use .with_format('numpy')"
         )
     named = lambda names: "\n".join(f"  {name or 'batch'}: shape {split[name]}" for name in names)
     size, *others = {shape[0] for shape in split.values()}
     if others:
         raise ValueError(
-            "the batch's leaves differ in the size of dim 0, which is the batch dim of all of them (an array without rows is "
-            "none of the batch: keep it in the model, or let the loss close over it, as a constant of what it was at the first "
-            f"step; a key is jax.random.key(seed), which has no dim):\n{named(split)}"
+            "the batch's leaves differ in the size of dim 0, which is the batch dim of all of them (an array without rows does "
+            "not belong in the batch: keep it in the model, or let the loss close over it, which makes it a constant from the "
+            f"first step on; a random key must be jax.random.key(seed), which has no dim):\n{named(split)}"
         )
     if not size:
         raise ValueError(f"the batch is empty, its leaves have no rows:\n{named(split)}\nskip it, or give it rows")
@@ -365,8 +366,8 @@ def several_batches(batch: PyTree) -> str | None:
         return None
     return (
         f"the loss was given a {type(batch).__name__} of {len(batch)} parts of the same shapes. If these are batches: a step "
-        "takes one, whose rows are dim 0 of every leaf. Give them one after another, or joined, "
-        "jax.tree.map(lambda *parts: np.concatenate(parts), *batches), which accumulate= splits into microbatches"
+        "takes one, whose rows are dim 0 of every leaf. Give them one after another, or concatenate them, "
+        "jax.tree.map(lambda *parts: np.concatenate(parts), *batches), and let accumulate= split that into microbatches"
     )
 
 
@@ -382,9 +383,9 @@ def refuse_tracing(call: str) -> None:
 
 _TRACED = (
     "{} inside a function that JAX transforms (jax.jit, jax.grad, jax.vmap, jax.lax.scan or another): a parallel model's calls "
-    "are compiled already, whole, so call them as they are, trainer.step(batch), in a Python loop; what you want compiled "
-    "around them belongs into the loss or the model. What JAX may transform is the pure step: state, metrics = "
-    "trainer.train_step(state, batch), from trainer.state"
+    "are already compiled, so call trainer.step(batch) in a Python loop, and move what you want compiled with it into the "
+    "loss or the model. JAX can transform the pure step: state, metrics = trainer.train_step(state, batch), from "
+    "trainer.state"
 )
 
 
@@ -397,8 +398,8 @@ def _check_positions(layout: BatchLayout, shapes: Mapping[str, tuple[int, ...]])
     if torn := [axis for axis in automatic if axis not in there]:
         raise ValueError(
             f"no leaf's positions divide over {torn} ({layout.size(torn)} ranks): {dict(shapes)}. Pad the sequences to a "
-            "multiple with positions of weight 0, or use another mesh; where the loss compares all tokens but the last with "
-            "all but the first, give both as leaves of the batch, cut before"
+            "multiple with positions of weight 0, or use another mesh; if the loss compares tokens[:, :-1] with "
+            "tokens[:, 1:], slice before, and give both as leaves of the batch"
         )
     missing = [axis for axis in along if axis not in there]
     if missing:
@@ -425,8 +426,8 @@ def _check_lengths(
     orders = dict(layout.orders)
     if mixed := {name or "batch": axes for name, _, _, axes in cut if len(axes) > 1 and orders.keys() & set(axes)}:
         raise ValueError(
-            f"several axes split the positions of {mixed}, and an order is that of one axis: {orders}. Split positions "
-            "over one axis, or in order 'contiguous'"
+            f"several axes split the positions of {mixed}, but an order of positions works along one axis only: {orders}. "
+            "Split positions over one axis, or in order 'contiguous'"
         )
     wrong = [
         f"  {name or 'batch'}: shape {shapes[name]}, {length} positions (dim {dim}) over {axes} ({layout.size(axes)} ranks"

@@ -89,9 +89,9 @@ class Replicate(AbstractStrategy, Bucketed, Reducer, Decides):
         sums = all_reduce_leaves(grads, axis, flat=flat, comm_dtype=self.comm_dtype, comm_hook=self.comm_hook)
         if self.comm_hook is not None and any(varying_axes(total) & set(as_axes(axis)) for total in sums):
             raise ValueError(
-                f"check_vma=True: what comm_hook={self.comm_hook!r} returns is typed as differing along {axis!r} (as results "
-                "of `ax` collectives are), so JAX cannot tell that every rank gets the same gradient: end the hook in "
-                "jax.lax.psum, or use check_vma=False (the default; the result is the same)"
+                f"check_vma=True: the type of the result of comm_hook={self.comm_hook!r} says that it differs along {axis!r} "
+                "(as results of `ax` collectives do), so JAX cannot tell that every rank gets the same gradient: end the hook "
+                "in jax.lax.psum, or use check_vma=False (the default; the result is the same)"
             )
         return sums
 

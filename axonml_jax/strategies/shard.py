@@ -453,9 +453,7 @@ class Shard(AbstractStrategy, Bucketed, Lossy, Decides):
         gather, scatter = best_hops(fabric.torus, ranks, fabric.devices)
         chosen = {"gather_hop": self.gather_hop or gather, "scatter_hop": self.scatter_hop or scatter}
         if wrong := {name: hop for name, hop in chosen.items() if ranks % hop}:
-            raise ValueError(
-                f"{wrong}: the {ranks} ranks of the axis do not divide into hops of so many; use a divisor"
-            )
+            raise ValueError(f"{wrong}: the number of ranks of a hop must divide the {ranks} ranks of the axis")
         return replace(self, flat=fabric.gloo if self.flat is None else self.flat, **chosen)
 
     def in_words(self, axis: AxisNames) -> str:

@@ -120,8 +120,8 @@ class Budgeted:
           TypeError: with the remedy.
         """
         raise TypeError(
-            "memory= measures the step's own compiled program, which is none inside of jax.jit or jax.lax.scan: call it as "
-            "it is, in a Python loop, or give what it chose, remat=trainer.recompute"
+            "memory= measures the step's compiled program, which does not exist inside jax.jit or jax.lax.scan: call the step "
+            "in a Python loop, or give the choice that it made, remat=trainer.recompute"
         )
 
     def trace(self, *args: Any) -> Any:
@@ -156,8 +156,8 @@ class Budgeted:
             _, smallest, _, _ = min(tried, key=lambda each: each[1])
             raise ValueError(
                 f"memory={self._step.placement.plan.memory!r}: this step needs at least {size_in_words(smallest)} "
-                f"({smallest:,} bytes) of a device, with all recomputed that can be, and {budget:,} were given: give as much, "
-                "smaller microbatches (accumulate=), or a plan that splits more (ax.FSDP, more devices)"
+                f"({smallest:,} bytes) of a device even if it recomputes all that it can, and {budget:,} were given: give "
+                "that much, smaller microbatches (accumulate=), or a plan that splits more (ax.FSDP, more devices)"
             )
         found, peak, compiled, program = min(
             fitting, key=lambda each: (each[0].seconds if _priced(each[0]) else 0.0, each[1])

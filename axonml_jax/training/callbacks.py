@@ -97,7 +97,7 @@ def checked(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
             if name.startswith("on_") and name not in METHODS:
                 near = difflib.get_close_matches(name, METHODS, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(METHODS)}"
-                problems.append(f"callbacks[{number}]: nobody calls {kind}.{name}; {hint}")
+                problems.append(f"callbacks[{number}]: {kind}.{name} is never called; {hint}")
     if problems:
         raise TypeError("; ".join(problems))
     return tuple(callbacks)

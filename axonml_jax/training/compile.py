@@ -115,8 +115,8 @@ class Compiled:
         """
         if self._accept is not None:
             raise TypeError(
-                "what XLA's partitioner sends in this plan's step is read from its own compiled program, which is none "
-                "inside of jax.jit or jax.lax.scan: call the step as it is, in a Python loop"
+                "what XLA's partitioner sends in this plan's step is read from the step's compiled program, which does not "
+                "exist inside jax.jit or jax.lax.scan: call the step in a Python loop"
             )
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), args)
         if self._inner is None:

@@ -115,13 +115,13 @@ class Differentiate:
 def _refuse_unstackable(placement: Placement) -> None:
     if placement.stages is not None:
         raise ValueError(
-            "no_sync() gives every rank's own whole gradients, but along a pipeline ranks share one model: accumulate inside "
-            "the step instead (accumulate=, or more microbatches)"
+            "no_sync() gives each rank gradients of all parameters, but the ranks of a pipeline each hold a part of one model: "
+            "accumulate inside the step instead (accumulate=, or more microbatches)"
         )
     if placement.axes.positions:
         raise ValueError(
-            f"no_sync() gives the gradients of every rank's own loss, but along {', '.join(placement.axes.positions)} ranks "
-            "have parts of the same sequences, whose losses are one: accumulate inside the step instead (accumulate=)"
+            f"no_sync() gives the gradients of each rank's own loss, but along {', '.join(placement.axes.positions)} ranks "
+            "hold parts of the same sequences and share one loss: accumulate inside the step instead (accumulate=)"
         )
     each_ranks_specs(placement)
 
@@ -166,8 +166,8 @@ def _sync_program(placement: Placement, mesh: Mesh) -> Any:
     syncing = replace(placement, plan=placement.plan.reducing())
     if own := syncing.axes.independent:
         raise ValueError(
-            f"along {', '.join(own)} the plan's strategies never reduce gradients, and their `reducing()` gives "
-            "none that does: sync_gradients has nothing to join them by"
+            f"along {', '.join(own)} the plan's strategies never reduce gradients, and their `reducing()` returns no strategy "
+            "that does, so sync_gradients cannot reduce them"
         )
     layouts = jax.tree.leaves(placement.params, is_leaf=is_layout)
 
@@ -296,8 +296,8 @@ def _mean(name: str, results: Sequence[Evaluated], weights: Sequence[float] | No
     values = [x.astype(np.complex128 if np.iscomplexobj(x) else np.float64) for x in values]
     if len(shapes := sorted({x.shape for x in values})) > 1:
         raise ValueError(
-            f"the metric {name!r} has other shapes in other batches, {shapes}, and no mean over them: what has rows is made "
-            "by trainer.predict(batches, predict_fn)"
+            f"the metric {name!r} has different shapes in different batches, {shapes}, so it has no mean over them: for "
+            "values per row use trainer.predict(batches, predict_fn)"
         )
     by_model = stacked and bool(own[0].ndim)
     values = [x.mean(0) if stacked and not by_model else x for x in values]
@@ -373,8 +373,8 @@ class EvalStep:
         pairs = [(name, np.shape(value), more[name].shape) for name, value in found.values.items()]
         if grown := [name for name, own, other in pairs if own != other and 2 * found.rows in other]:
             raise ValueError(
-                f"metrics have a number for every row, {', '.join(grown)}, and no mean over batches: what has rows is made by "
-                "trainer.predict(batches, predict_fn)"
+                f"these metrics have a number for every row, so they have no mean over batches: {', '.join(grown)}. For values "
+                "per row use trainer.predict(batches, predict_fn)"
             )
 
     def _run(self, variables: Variables, batch: PyTree, rows: int) -> Evaluated:
@@ -483,7 +483,7 @@ def split_dims(
     dims = jax.tree_util.tree_map_with_path(of, whole, parts, batch_dims, known)
     if unclear:
         raise ValueError(
-            "these outputs are split on a rank, and it cannot be told over which mesh axis "
+            "a rank has only a part of these outputs, and it cannot be told over which mesh axis they are split "
             f"({splitting}):\n"
             + "\n".join(unclear)
             + "\ngather them in the model (for features: gather_output=True of its last layer)"
@@ -512,8 +512,8 @@ def refuse_partial(differs: Mapping[str, frozenset[str]], split: PyTree, along: 
     wrong = {name: sorted(axes & set(along) - taken.get(name, set())) for name, axes in differs.items()}
     if wrong := {name or "output": axes for name, axes in wrong.items() if axes}:
         raise ValueError(
-            f"these outputs have no positions, but every rank makes its own of the positions that it has: {wrong} (output: "
-            "axes). Join them over the axis in the model (jax.lax.psum), or return one per position"
+            f"these outputs have no dim of positions, but each rank computes them from its own positions: {wrong} (output: "
+            "axes). Reduce them over the axis in the model (jax.lax.psum), or return one per position"
         )
 
 
@@ -777,8 +777,8 @@ class Forward:
             wrong = {name: dim for name, dim in merged.items() if followed[name] != (Split(dim),)}
         if wrong := {name or "output": f"dim {dim} of {shapes[name]} on a rank" for name, dim in wrong.items()}:
             raise ValueError(
-                f"these outputs have rows merged with other dims: {wrong}, and it cannot be told that ranks have them one "
-                "after the other. Return rows (and positions) as dims of their own"
+                f"these outputs have rows merged with other dims: {wrong}, so it cannot be told in which order ranks hold "
+                "them. Return rows (and positions) as dims of their own"
             )
 
     def _followed(self, group: Any, place: Any, arrays: Arrays, static: tuple) -> dict[str, Any]:
@@ -923,9 +923,9 @@ class Predict:
         has_rows = lambda name, shape: dims[name] == 0 and shape[0] == rows + more
         if wrong := {name or "output": shape for name, shape in shapes.items() if not has_rows(name, shape)}:
             raise ValueError(
-                f"predictions are one for every row of a batch, in dim 0, but these have no rows there: {wrong}. Leave "
-                "them out of what predict_fn returns, or move the dim of rows to the front; trainer.evaluate gives numbers of "
-                "a whole batch"
+                f"predictions have one entry for each row of the batch, in dim 0, but these do not: {wrong}. Leave "
+                "them out of what predict_fn returns, or move the dim of rows to the front; trainer.evaluate returns numbers "
+                "for a whole batch"
             )
         return jax.tree.map(lambda x: x[:rows], to_host(out))
 

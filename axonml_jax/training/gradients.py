@@ -341,8 +341,8 @@ def gradients(
     """
     if placement.plan.memory is not None:
         raise ValueError(
-            f"memory={placement.plan.memory!r} is kept to by trainer.step and ax.make_train_step, whose compiled step is "
-            "measured; for gradients of one's own say what is kept: remat=trainer.recompute"
+            f"memory={placement.plan.memory!r} works only with trainer.step and ax.make_train_step, whose compiled step is "
+            "measured. In a loop of your own give remat=trainer.recompute instead"
         )
     count = placement.plan.microbatches
     parts = Parts(count * (placement.ranks(placement.axes.rows) if sync else 1), scale)

@@ -195,14 +195,14 @@ class Objective:
             return self.loss_fn(bound, batch)
         except flax.errors.ApplyScopeInvalidVariablesTypeError as error:
             said = TypeError(
-                "the loss gave module.apply something else than variables. A loss gets the model with its variables in it: "
-                "call it, model(x), in the place of module.apply(variables, x)"
+                "the loss gave module.apply something other than variables. A loss is given the model with its variables in "
+                "it: call model(x) instead of module.apply(variables, x)"
             )
             raise said.with_traceback(error.__traceback__) from None
         except flax.errors.TraceContextError as error:
             said = TypeError(
-                f"the loss changes an object of the script's own, outside of the model ({error}). Random streams and "
-                "metrics that a step changes belong into the model: self.rngs = nnx.Rngs(0), self.metrics = "
+                f"the loss changes an object of the script, outside of the model ({error}). Random streams and "
+                "metrics that a step changes belong in the model: self.rngs = nnx.Rngs(0), self.metrics = "
                 "nnx.MultiMetric(...), both used as attributes of the model that the loss gets; or return what is measured, "
                 'loss, {"logits": logits}'
             )
@@ -210,9 +210,9 @@ class Objective:
         except Exception as error:
             if "should match the mesh passed to shard_map" in str(error):
                 said = ValueError(
-                    "the code of the model or of the loss maps itself over a mesh (jax.shard_map), but runs inside of "
-                    "this plan's own shard_map, on one rank's rows already: call what it maps directly where there is no "
-                    "such mesh around, or train this model by XLA's partitioner alone, in your own loop (ax.place). JAX "
+                    "the code of the model or of the loss calls jax.shard_map, but it already runs inside this plan's own "
+                    "shard_map, on one rank's rows: call the mapped function directly where no such mesh is set, or train "
+                    "this model by XLA's partitioner alone, in your own loop (ax.place). JAX "
                     f"says: {error}"
                 )
                 raise said.with_traceback(error.__traceback__) from None
@@ -275,8 +275,8 @@ class Objective:
 
 
 NO_SCALE = (
-    'the loss takes two sweeps over the microbatches, which a loss scale does not go with: take precision="bf16", or all rows '
-    "at once (accumulate=1, num_microbatches=1)"
+    "a loss that takes two sweeps over the microbatches cannot be combined with float16 loss scaling: use "
+    'precision="bf16", or take all rows at once (accumulate=1, num_microbatches=1)'
 )
 
 
@@ -336,10 +336,10 @@ def refuse_written(
     if not really:
         return
     raise ValueError(
-        f"the model or the loss writes into parameters, and a step would drop what it writes: {', '.join(really)}. Parameters "
-        "are changed by the optimizer alone. What follows other parameters, such as a target network, is state: "
-        "ax.as_state(model.target) before the model is wrapped. Weights that are normalized (nnx.WeightNorm, nnx.SpectralNorm) "
-        "or limited: compute with the new array without writing it back, or limit them in the optimizer"
+        f"the model or the loss writes into parameters, and a step would drop what it writes: {', '.join(really)}. Only the "
+        "optimizer changes parameters. Make what follows other parameters, such as a target network, state by "
+        "ax.as_state(model.target) before the model is wrapped. For weights that are normalized (nnx.WeightNorm, "
+        "nnx.SpectralNorm) or limited, compute with the new array without writing it back, or limit them in the optimizer"
     )
 
 
@@ -382,9 +382,10 @@ def refuse_moved(model: Functional, before: PyTree, after: PyTree, again: Callab
         moved = [name for name in moved if ends[name][0] != ends[name][1]]
     if moved:
         raise ValueError(
-            "evaluation changes these statistics of batches, so a module in it runs in training mode: "
-            f"{', '.join(moved)}. Let the loss say which it is, model(x, train=model.is_training) of a Linen module whose call "
-            "takes `train`; an NNX module's eval() sees to it where no call gives use_running_average=False"
+            "evaluation changes these batch statistics, so a module runs in training mode in it: "
+            f"{', '.join(moved)}. For a Linen module whose call takes `train`, let the loss call "
+            "model(x, train=model.is_training); an NNX module's eval() takes effect where no call gives "
+            "use_running_average=False"
         )
 
 

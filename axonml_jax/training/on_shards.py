@@ -1034,8 +1034,8 @@ class OnShards:
             return read_update(program, owners, self._layouts, pipe)
         except Mixing as mixing:
             raise ValueError(
-                f"{culprit(self.tx, mixing.frames)} does not treat every element alike ({mixing.what}), so on the parts of "
-                f"parameters that devices hold it would be silently wrong: {_remedy(self.placement)} updates gathered leaves, "
+                f"{culprit(self.tx, mixing.frames)} does not act element by element ({mixing.what}), so on the "
+                f"shards that devices hold it would be silently wrong: {_remedy(self.placement)} updates gathered leaves, "
                 "or choose an optimizer that acts element by element or on sums over all elements (adam, lion, lamb, "
                 "optax.clip_by_global_norm)"
             ) from mixing

@@ -344,8 +344,8 @@ def averaging(tx: Any, placement: Placement, ema: float | None) -> optax.Gradien
         return tx
     if placement.plan.rounds:
         raise ValueError(
-            f"ema={ema!r}: replicas train parameters of their own, and an average of theirs would be another one for each; the "
-            "outer parameters, which are the model, are an average over replicas and rounds already: leave ema out"
+            f"ema={ema!r}: each replica trains its own parameters, so each would have a different moving average; the outer "
+            "parameters, which are the model, are already an average over replicas and rounds: leave ema out"
         )
     state = jax.eval_shape(tx.init, jax.tree.map(whole_shape, placement.params, is_leaf=is_layout))
     nodes = jax.tree.leaves(state, is_leaf=lambda node: type(node) in SKIPPING)

@@ -89,11 +89,11 @@ class Outside:
             return
         shown = ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5)
         raise ValueError(
-            f"{getattr(self.fun, '__name__', type(self.fun).__name__)} reads from outside what was changed since it was "
-            f"compiled: {shown}. A compiled program has as constants what it read then. Of two networks that train in turn "
-            "make one model, and two trainers of it, each with optax.multi_transform and optax.set_to_zero() for the other "
-            "network (docs/guides/losses.md); give numbers, and arrays with rows, in the batch. What changes now and then is "
-            "read anew by a new trainer, new = model.trainer(tx, loss_fn) with new.state = trainer.state, and by calling "
+            f"{getattr(self.fun, '__name__', type(self.fun).__name__)} reads values from outside that changed since it was "
+            f"compiled: {shown}. A compiled program keeps what it read then as constants. For two networks that train in turn, "
+            "make one model of both and two trainers of it, each with optax.multi_transform and optax.set_to_zero() for the "
+            "other network (docs/guides/losses.md); give numbers, and arrays with rows, in the batch. For a value that changes "
+            "rarely, make a new trainer, new = model.trainer(tx, loss_fn) with new.state = trainer.state, or call "
             "model.value_and_grad(loss_fn) again"
         )
 

@@ -34,10 +34,10 @@ _REMEDIES = {
     "the batch": f"A step takes {_WHOLE_BATCH}",
     "the value": "Give every process the same optimizer, seed and checkpoint",
     "the first values": "Give every process the same seed or the same file; or call model.sync_parameters() before the first "
-    "step, which gives all the first rank's. Values that are split over processes are mixed already where they differ: load "
+    "step, which gives all ranks the first one's. Values that are split over processes are already a mixture of theirs: load "
     "one process's, model.load_state_dict(ax.broadcast_object(values, world.default_group()))",
-    PROGRAM: "A learning rate, another constant of the optimizer, the loss function and its options, and a branch on the rank "
-    "stand in it: give every process the same ones",
+    PROGRAM: "It contains the learning rate and other constants of the optimizer, the loss function and its options, and "
+    "branches on the rank: give every process the same ones",
 }
 
 
@@ -97,8 +97,8 @@ def check_first_update(variables: Variables) -> None:
     if unequal := CompareReplicas()(state):
         found = "".join(f"\n  {each}" for each in unequal[:_SHOWN])
         raise ValueError(
-            f"the first update did not leave the processes' parameters alike:{found}\nA learning rate or another constant of "
-            "the optimizer, or what was done with the gradients, is not the same: give every process the same"
+            f"the first update made the processes' parameters different:{found}\nA learning rate or another constant of "
+            "the optimizer, or what was done with the gradients, differs between processes: give every process the same"
         )
 
 
@@ -224,7 +224,7 @@ def _refusal(found: Sequence[str]) -> str:
     more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     remedy = next(text for prefix, text in _REMEDIES.items() if found[0].startswith(prefix))
     lines = "".join(f"\n  {each}" for each in found[:_SHOWN])
-    return f"the processes do not begin this training alike:{lines}{more}\n{remedy}"
+    return f"the processes do not start this training from the same program, values or batch:{lines}{more}\n{remedy}"
 
 
 def _of_plan(step: TrainStep | Differentiate) -> dict[str, str]:

@@ -100,8 +100,8 @@ def each_ranks_specs(placement: Placement) -> PyTree:
     if shared:
         more = ", ..." if len(shared) > 8 else ""
         raise ValueError(
-            "every rank's own values are stacked along the batch axes, but ranks along "
-            f"{', '.join(sorted(both))}, which split the batch, share these parameters: {', '.join(shared[:8])}{more}. "
+            "each rank's own values are stacked along the batch axes, but along "
+            f"{', '.join(sorted(both))} layers split these parameters as well as the batch: {', '.join(shared[:8])}{more}. "
             "Accumulate inside the step (accumulate=) instead"
         )
 
@@ -139,8 +139,8 @@ def injected_rate(opt_state: Any) -> float:
     found = {name: np.asarray(value).ravel() for name, value in to_host(names).items()}
     if not found:
         raise ValueError(
-            "the optimizer's state does not say its learning rate: a schedule or number given to optax stays inside of its "
-            "functions. Make the optimizer as optax.inject_hyperparams(optax.adamw)(learning_rate=...)"
+            "the optimizer's state does not hold its learning rate, because optax keeps a schedule or number inside its "
+            "functions: make the optimizer by optax.inject_hyperparams(optax.adamw)(learning_rate=...)"
         )
     rates = sorted({float(rate) for value in found.values() for rate in value})
     if len(rates) > 1:
@@ -164,8 +164,8 @@ def with_rate(opt_state: Any, rate: float) -> Any:
     injected_rate(opt_state)
     if any(f"/{_SCHEDULED}" in f"/{name}" for name in named_leaves(opt_state)):
         raise ValueError(
-            "the optimizer's learning rate follows a schedule, which makes it anew in every update: give "
-            "optax.inject_hyperparams(...) a number to set it by hand"
+            "the optimizer's learning rate follows a schedule, which computes it in every update: to set it by hand, give "
+            "optax.inject_hyperparams(...) a number"
         )
 
     def changed(path: Any, leaf: Any) -> Any:
@@ -193,6 +193,6 @@ def refuse_changed(shown: Iterable[tuple[dict, dict]]) -> None:
     """
     if changed := sorted({name for now, was in shown for name in now if now[name] is not was.get(name)}):
         raise ValueError(
-            f"{', '.join(changed)} was changed in trainer.opt_state, which is a copy, so that nothing would follow: set the "
-            "learning rate by trainer.lr = ..., other values by trainer.state = replace(trainer.state, opt_state=...)"
+            f"{', '.join(changed)} was changed in trainer.opt_state, which is a copy, so the change would have no effect: set "
+            "the learning rate by trainer.lr = ..., other values by trainer.state = replace(trainer.state, opt_state=...)"
         )

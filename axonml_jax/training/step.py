@@ -312,6 +312,6 @@ def _refuse_given_up(state: TrainState) -> None:
         shown = ", ".join(gone[:5]) + f" and {len(gone) - 5} more" * (len(gone) > 5)
         what = "this state was" if len(gone) == len(leaves) else f"these arrays of the state were ({shown})"
         raise ValueError(
-            f"{what} given to an earlier step, which reused their memory: go on from the state that step returned (of a "
-            "trainer, trainer.state and trainer.model.variables as they are now), or keep a copy, jax.tree.map(jnp.copy, state)"
+            f"{what} given to an earlier step, which reused their memory: continue from the state that step returned (for a "
+            "trainer: its current trainer.state and trainer.model.variables), or keep a copy, jax.tree.map(jnp.copy, state)"
         )

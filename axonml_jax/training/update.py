@@ -127,9 +127,9 @@ def _refuse_other_shapes(before: PyTree, after: PyTree) -> None:
         if old.get(name) != new.get(name)
     ]
     raise ValueError(
-        "a call of the model leaves state of another shape than it had (as a rank's rows have another than the batch):\n"
+        "a call of the model changes the shape of its state (a rank's rows are fewer than the batch's):\n"
         + "\n".join(said)
-        + "\nWhat has rows is no state of a model: give it with the batch and return it as a metric"
+        + "\nA model's state may not have rows: give such arrays with the batch, and return them as metrics"
     )
 
 

@@ -211,7 +211,7 @@ def two_jobs(fault: Fault, job: Job) -> str:
     job.environ["FAULT_HOLD"] = "1"
     _unharmed(job.launch(meanwhile=once))
     job.said += other.said
-    return r"checkpoints is being written by process \d+(.|\n)*has one writer at a time"
+    return r"checkpoints is being written by process \d+(.|\n)*only one process may write there at a time"
 
 
 def reader(fault: Fault, job: Job) -> str:

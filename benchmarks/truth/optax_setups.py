@@ -55,7 +55,7 @@ def compared(wanted, plan, make, **options):
 def cell(wanted, plan, make):
     """A cell of the table, and the reason if the plan refuses."""
     said = compared(wanted, plan, make)
-    if not said.startswith("refused: ") or "does not treat every element alike" not in said:
+    if not said.startswith("refused: ") or "does not act element by element" not in said:
         return said.split(":")[0] if said.startswith("refused") else said, said
     whole = compared(wanted, plan, make, update="whole")
     return ("refused; equal with `whole`" if whole == "equal" else whole), said
