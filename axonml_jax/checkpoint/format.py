@@ -49,7 +49,7 @@ LEFT_OUT = "left_out/"
 
 
 def leaves_of(thing: Any) -> dict[str, Leaf]:
-    """Every array of something by name.
+    """Every array of a trainer, model or pytree, by name.
 
     Raises:
       ValueError: when there is none.
@@ -63,12 +63,12 @@ def leaves_of(thing: Any) -> dict[str, Leaf]:
 
 
 def takes_arrays(thing: Any) -> bool:
-    """Whether `filled` fills the very object: a trainer, parallel model or NNX module; any other pytree is made anew."""
+    """Whether `filled` fills the object in place (a trainer, parallel model or NNX module); any other pytree is rebuilt."""
     return isinstance(thing, Checkpointable | nnx.Module)
 
 
 def filled(thing: Any, arrays: Mapping[str, Any]) -> Any:
-    """The thing with these arrays: a new pytree, or the very object, which has taken them."""
+    """Put arrays into a thing: returns a new pytree, or the very object, filled in place."""
     if isinstance(thing, Checkpointable):
         thing.take_leaves(arrays)
         return thing
@@ -84,7 +84,7 @@ def filled(thing: Any, arrays: Mapping[str, Any]) -> Any:
 
 
 def scope_of(thing: Any, wanted: Collection[str]) -> str:
-    """The part of a checkpoint that a thing is about: of a whole run's a model takes the model's, all else takes everything.
+    """The prefix of a checkpoint's names that a thing restores: a model takes a run's model, all else takes everything.
 
     Args:
       thing: what is restored.
@@ -109,7 +109,7 @@ def _state(module: nnx.Module) -> PyTree:
 
 
 def plain(name: str, value: Any) -> Any:
-    """A value as Python's own: NumPy's and JAX's numbers and arrays become numbers and lists, tuples become lists.
+    """Convert a value to plain Python: NumPy and JAX numbers and arrays become numbers and lists, tuples become lists.
 
     Args:
       name: what the value is, for the error.
@@ -141,7 +141,7 @@ def number(name: str, value: Any) -> float:
 
 
 def step_number(step: Any) -> int:
-    """A step as a plain number; NumPy's and JAX's are numbers too.
+    """Check and return a step as a Python int; NumPy and JAX integers are accepted.
 
     Raises:
       TypeError, ValueError: when it is no whole number, or below 0.
@@ -156,7 +156,7 @@ def step_number(step: Any) -> int:
 
 
 def is_whole(value: Any, lowest: int = 0, below: float = math.inf) -> bool:
-    """Whether something is a whole number of a range; a boolean is none."""
+    """Whether a value is an int (not a bool) of at least `lowest` and below `below`."""
     return isinstance(value, int) and not isinstance(value, bool) and lowest <= value < below
 
 
@@ -200,7 +200,7 @@ _OWN = re.compile(rf"step_\d{{8,}}({re.escape(DAMAGED)}|{re.escape(ABANDONED)})?
 
 
 def is_own_name(name: str) -> bool:
-    """Whether a name without `SAVING` or `REPLACED` is one that a manager gives to a checkpoint.
+    """Whether a name, without `SAVING` or `REPLACED`, is one that a manager gives to checkpoints.
 
     >>> [is_own_name(name) for name in ("step_00000040", "step_00000040.damaged", "notes")]
     [True, True, False]
@@ -214,7 +214,7 @@ def name_of(step: int) -> str:
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step goes."""
+    """The path of a step's checkpoint in a folder."""
     return folder / name_of(step)
 
 
@@ -230,7 +230,7 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
 
 
 def newest_below(folder: Path) -> Path | None:
-    """The newest checkpoint of a folder of checkpoints, or of a run's folder that has one; None for any other."""
+    """The newest checkpoint of a folder of checkpoints, or of a run's folder that holds one; None for any other folder."""
     places = (folder, *sorted(path for path in folder.iterdir() if path.is_dir())) if folder.is_dir() else ()
     found = (checkpoints_in(place) for place in places)
     return next((list(steps.values())[-1] for steps in found if steps), None)
@@ -244,7 +244,7 @@ _INT64 = 2**63
 
 
 def wrong_fields(content: Mapping[str, Any]) -> list[str]:
-    """A line for everything that is not as `Manifest.write` writes it; empty for a manifest."""
+    """Lines that name every field that is not as `Manifest.write` writes it; empty for a valid manifest."""
     lines = [f"unknown field {name!r}" for name in content if name not in _RULES]
     lines += [f"missing field {name!r}" for name in _RULES if name not in content]
     for name, rule in _RULES.items():
@@ -253,7 +253,7 @@ def wrong_fields(content: Mapping[str, Any]) -> list[str]:
 
 
 def _each(field: str, value: Any, problem: Callable[[str, Any], str | None]) -> Iterator[str]:
-    """What is wrong with every entry of an object, or that it is none."""
+    """Yield the problems of an object's entries, or that the value is not an object."""
     if not isinstance(value, dict):
         yield f"{field} must be an object"
         return
@@ -307,7 +307,7 @@ def _file(name: str, said: Any) -> str | None:
 
 
 def _path(name: str) -> str | None:
-    """Why a path may not be a file's of a checkpoint."""
+    """Why a path cannot be that of a file in a checkpoint; None if it can."""
     if name.startswith("/") or ".." in PurePosixPath(name).parts:
         return "leads out of the checkpoint"
     whole = name and str(PurePosixPath(name)) == name != "." and "\0" not in name
@@ -343,12 +343,12 @@ _READERS = 4  # reading and summing both leave Python's lock alone
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint whose files are not what was written."""
+    """Raised for a checkpoint whose files are not what was written."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One array of a checkpoint.
+    """The manifest's entry for one array: dtype, shape and, for random keys, their kind.
 
     Attributes:
       shape: of the whole array.
@@ -363,7 +363,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says about itself.
+    """A checkpoint's manifest: what it contains, its checksums and metadata.
 
     Attributes:
       step: updates made.
@@ -383,12 +383,12 @@ class Manifest:
 
     @property
     def saved_at(self) -> float | None:
-        """When it was saved, in seconds since 1970; None where it does not say."""
+        """The time of the save, in seconds since 1970; None if the manifest does not give it."""
         said = self.about.get(SAVED_AT)
         return said if isinstance(said, float) and math.isfinite(said) else None
 
     def write(self, folder: Path) -> None:
-        """Write it; on disk when this returns."""
+        """Write the manifest; it is on disk when this returns."""
         content = {"format": FORMAT, **asdict(self)}
         text = _readable({"crc32": _text_sum(content), **content})
         with (folder / NAME).open("w", encoding="utf-8") as file:
@@ -398,7 +398,7 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> "Manifest":
-        """The manifest of a checkpoint.
+        """Read and check the manifest of a checkpoint.
 
         Raises:
           FileNotFoundError: when the folder is no checkpoint.
@@ -433,7 +433,7 @@ class Manifest:
 
 
 def manifests_in(folder: Path) -> dict[int, Manifest]:
-    """What every checkpoint of a folder says about itself, by step; one whose manifest cannot be read says nothing."""
+    """The manifest of every checkpoint in a folder, by step; an empty one where it cannot be read."""
     found = {}
     for step, path in checkpoints_in(folder).items():
         try:
@@ -456,7 +456,7 @@ def checksums(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def damage(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
-    """What is wrong with the named files of a checkpoint; each line names one."""
+    """Compare the named files of a checkpoint with the manifest; returns a line for each that differs."""
     whole = folder.resolve()
 
     def problem(name: str) -> str | None:
@@ -481,7 +481,7 @@ def damage(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
 
 
 def sync(path: Path) -> None:
-    """Make sure that a file, or the names in a folder, are on disk."""
+    """Flush a file, or a folder's entries, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -490,7 +490,7 @@ def sync(path: Path) -> None:
 
 
 def _readable(content: dict[str, Any]) -> str:
-    """JSON with a line for every entry of the first two levels."""
+    """JSON text with one line for each entry of the first two levels."""
 
     def lines(value: Any) -> str:
         if not isinstance(value, dict) or not value:
@@ -538,11 +538,11 @@ class Team:
 
     @property
     def leads(self) -> bool:
-        """Whether this process decides: the main one."""
+        """Whether this process is the main one, which decides."""
         return self.rank == 0
 
     def tell_all(self, what: str, said: Any) -> list[Any]:
-        """What every process says, by process.
+        """Exchange a value between all processes; returns every process's value, by rank.
 
         Args:
           what: for the error when a process does not come.
@@ -573,7 +573,7 @@ class Team:
         return [json.loads(heard[f"{folder}{rank}"]) for rank in range(self.size)]
 
     def decide(self, what: str, act: Callable[[], Any]) -> Any:
-        """The main process's result of `act` in every process; so is the error it raises.
+        """Run `act` in the main process, and return its result, or raise its error, in every process.
 
         Args:
           what: for the error when a process does not come.
@@ -594,11 +594,11 @@ class Team:
         return outcome["result"]
 
     def writes_as(self, name: str) -> None:
-        """Under which name the processes meet while they write; the same in all of them, and only theirs."""
+        """Context in which the processes write under a common, unique name, by which they meet."""
         self._writing = (f"axonml_jax/writing/{name}", itertools.count())
 
     def written(self, *, key: str, timeout_ms: int) -> None:
-        """Where Orbax's threads wait for those of all processes, twice a save; it calls its places differently (`key`).
+        """Barrier that Orbax's threads call twice a save, in all processes; Orbax names its barriers differently (`key`).
 
         Raises:
           OSError: in every process, naming those that could not write (see `not_written`).
@@ -607,7 +607,7 @@ class Team:
         self._meet("", timeout_ms)
 
     def not_written(self, error: Exception) -> Exception:
-        """Tell the others, which wait in `written`, that this process could not write its part.
+        """Tell the processes that wait in `written` that this one could not write its part.
 
         Without it they would wait there until their time is over.
 
@@ -637,12 +637,12 @@ class Team:
             raise self._heard
 
     def mine(self, things: Sequence) -> Sequence:
-        """This process's share of some work."""
+        """This process's share of a list of work."""
         return things[self.rank :: self.size]
 
 
 def lost_in_save(error: Exception) -> Exception:
-    """An error of JAX's coordinator while arrays are written, as one that names the processes that have gone, if any."""
+    """Convert an error of JAX's coordinator during a save to one that names the processes that have gone, if any."""
     lost = lost_processes(error)
     return OSError(f"process(es) {lost} ended or were lost while the others were writing") if lost else error
 
@@ -655,12 +655,12 @@ _KINDS = {
 
 
 def describe(error: BaseException) -> list[str]:
-    """An error as plain values: its kind, or the nearest that others know, and its text."""
+    """Convert an error to plain values: its kind, or the nearest kind that other processes know, and its text."""
     return [next((each.__name__ for each in type(error).__mro__ if each.__name__ in _KINDS), "OSError"), str(error)]
 
 
 def rebuilt(said: Sequence[str]) -> Exception:
-    """The error that another process described."""
+    """Rebuild the error that another process described."""
     return _KINDS[said[0]](said[1])
 
 
@@ -674,11 +674,11 @@ _SCHEMES = ("gs", "s3", "az", "hf")
 
 
 class NoPlainName(OSError):
-    """A folder whose path Orbax cannot take, on a machine that has no place for a link to it."""
+    """Raised when Orbax cannot take a folder's path and this machine has no place for a link to it."""
 
 
 def entry_of(leaf: Leaf) -> Entry:
-    """What a manifest says about a leaf."""
+    """The manifest entry of a leaf."""
     if _is_key(leaf):
         words = jax.eval_shape(jax.random.key_data, leaf.array)
         return Entry(tuple(words.shape), str(words.dtype), str(jax.random.key_impl(leaf.array)))
@@ -686,7 +686,7 @@ def entry_of(leaf: Leaf) -> Entry:
 
 
 def entries_of(leaves: Mapping[str, Leaf]) -> dict[str, Entry]:
-    """What a manifest says about leaves, of which each can be written under its name.
+    """The manifest entries of leaves, each checked to be writable under its name.
 
     Raises:
       TypeError: naming every leaf that is no array of numbers which files can hold.
@@ -707,7 +707,7 @@ def entries_of(leaves: Mapping[str, Leaf]) -> dict[str, Entry]:
 
 
 def _stored_as(name: str) -> str:
-    """What the keys of an array's parts begin with: zarr adds a slash to a name that does not end with one."""
+    """The prefix of the keys of an array's chunks: zarr adds a slash to a name that does not end with one."""
     return f"{name.removesuffix('/')}/".removeprefix("" if name.strip("/") else "/")
 
 
@@ -755,7 +755,7 @@ def checkpointer(team: Team) -> Any:
 
 @contextmanager
 def closing(saver: Any) -> Iterator[None]:
-    """Close a checkpointer at the end; after an error quietly, as it says again, and less well, what has failed."""
+    """Close a checkpointer at the end of the block; after an error, suppress its own repetition of that error."""
     try:
         yield
     except BaseException:
@@ -766,7 +766,7 @@ def closing(saver: Any) -> Iterator[None]:
 
 
 def is_plain(folder: Path) -> bool:
-    """Whether Orbax and TensorStore take an absolute path for what it says.
+    """Whether Orbax and TensorStore use an absolute path literally.
 
     Orbax globs for what each process has written, and a `[`, `*` or `?` in the path matches other folders or none: the arrays
     are then not merged, without an error. TensorStore reads a backslash as a slash, and takes only UTF-8 without `..`.
@@ -781,7 +781,7 @@ def is_plain(folder: Path) -> bool:
 
 
 def require_plain(folder: Path) -> None:
-    """See that Orbax can take a folder, by its path or by a link; nothing is written.
+    """Check that Orbax can use a folder, by its path or by a link; nothing is written.
 
     Raises:
       ValueError: when it cannot.
@@ -792,7 +792,7 @@ def require_plain(folder: Path) -> None:
 
 @contextmanager
 def plain_name(folder: Path) -> Iterator[Path]:
-    """The folder by a path that Orbax takes for what it says: its own, or that of a link which is this process's alone.
+    """Yield a path of the folder that Orbax uses literally: its own, or that of a link private to this process.
 
     Raises:
       NoPlainName: when no link can be made.
@@ -817,13 +817,13 @@ def plain_name(folder: Path) -> Iterator[Path]:
 
 
 def by_its_name(error: Exception, plain: Path, folder: Path) -> Exception:
-    """An error that names a folder by its own path, where it says the link's."""
+    """Replace the link's path by the folder's own in an error."""
     text = str(error)
     return OSError(text.replace(str(plain), str(folder))) if plain != folder and str(plain) in text else error
 
 
 def lacking(folder: Path, entries: Mapping[str, Entry]) -> list[str]:
-    """The names that a manifest has, and arrays that were written there have not."""
+    """Names that the manifest has but the arrays written to a folder lack."""
     import tensorstore as ts
 
     asked = [name for name, entry in entries.items() if 0 not in entry.shape]
@@ -837,7 +837,7 @@ def lacking(folder: Path, entries: Mapping[str, Entry]) -> list[str]:
 
 
 def _rooms() -> list[Path]:
-    """Folders for links."""
+    """Existing folders in which links can be made."""
     rooms = dict.fromkeys(Path(room) for room in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"))
     return [room for room in rooms if is_plain(room.absolute()) and room.is_dir()]
 
@@ -850,7 +850,7 @@ def _without_room(folder: Path) -> str:
 
 
 def start_writing(saver: Any, folder: Path, leaves: Mapping[str, Leaf]) -> None:
-    """Copy whole arrays to the host and begin to write them; `saver.wait_until_finished` waits for the disk.
+    """Copy arrays to the host and start to write them; `saver.wait_until_finished` waits for the disk.
 
     Zero-size arrays have nothing to write; where all are, no folder is made.
     """
@@ -862,7 +862,7 @@ def start_writing(saver: Any, folder: Path, leaves: Mapping[str, Leaf]) -> None:
 
 
 def read(saver: Any, folder: Path, wanted: Mapping[str, Leaf], entries: Mapping[str, Entry]) -> dict[str, Any]:
-    """Arrays by name, each in the shape, dtype and place of the wanted leaf.
+    """Read arrays by name, each in the shape, dtype and sharding of the wanted leaf.
 
     Padding is added while reading, so no device ever holds more than its share. No process waits for another one.
 
@@ -950,7 +950,7 @@ def _is_key(leaf: Leaf) -> bool:
 
 
 def _of_words(sharding: Any) -> Any:
-    """Where the words of a key go: with one dim more than the key has, never split."""
+    """The sharding of a key's words: like the keys', with one more dim that is never split."""
     return NamedSharding(sharding.mesh, sharding.spec) if isinstance(sharding, NamedSharding) else sharding
 
 
@@ -976,7 +976,7 @@ _MEET = 30.0
 
 
 def decide_at_length(team: Team, what: str, act: Callable[[], Any]) -> Any:
-    """`team.decide`, for an `act` without a limit in time; the processes meet meanwhile, so that none waits for a dead one.
+    """`team.decide` for an `act` without a time limit; the processes meet meanwhile, so that none waits for a dead one.
 
     Raises:
       TimeoutError: when a process no longer comes; what the main one has begun ends first.
@@ -995,7 +995,7 @@ def decide_at_length(team: Team, what: str, act: Callable[[], Any]) -> Any:
 
 
 def tell_all_at_length(team: Team, what: str, act: Callable[[], Any]) -> list[Any]:
-    """`team.tell_all` of what `act` returns in every process, without a limit in time; the processes meet meanwhile.
+    """`team.tell_all` of the result of `act`, without a time limit; the processes meet meanwhile.
 
     Args:
       team: the processes.
@@ -1047,7 +1047,8 @@ _SHOWN = 10
 def differences(
     wanted: Mapping[str, Leaf], found: Mapping[str, Entry], optional: tuple[str, ...] = OPTIONAL
 ) -> dict[str, dict[str, str]]:
-    """What does not fit, by kind of difference and name, in words. Floating-point dtypes fit each other, integers an int.
+    """Differences between wanted and saved arrays, by kind and name, in words. All float dtypes match each other, integers an
+    int.
 
     Args:
       wanted: what shall be restored.
@@ -1068,7 +1069,7 @@ def differences(
 
 
 def rounded(wanted: Mapping[str, Leaf], found: Mapping[str, Entry]) -> str:
-    """What is said of arrays whose floats lose digits or range on the way, by kind; empty where none does.
+    """Describe the arrays whose floats lose digits or range in a restore, by pair of dtypes; empty if none does.
 
     >>> rounded({"w": Leaf(jnp.zeros(2, jnp.bfloat16))}, {"w": Entry((2,), "float32")})
     '1 from float32 to bfloat16 (w)'
@@ -1090,7 +1091,7 @@ def _loses(saved: str, needed: str) -> bool:
 
 
 def refused(where: str, found: Mapping[str, Mapping[str, str]], accept: Collection[str]) -> str | None:
-    """The whole message when something does not fit and was not accepted, else None."""
+    """The error message for differences that were not accepted; None if all were."""
     lines = listing({kind: names for kind, names in found.items() if kind not in accept})
     if not lines:
         return None
@@ -1111,7 +1112,7 @@ def refused(where: str, found: Mapping[str, Mapping[str, str]], accept: Collecti
 
 
 def listing(found: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """A difference a line: all of them, or the first ten and how many there are of each kind."""
+    """One line for each difference: all of them, or the first ten and counts by kind."""
     lines = [f"  {name}: {kind} {text}" for kind, names in found.items() for name, text in names.items()]
     if len(lines) <= _SHOWN:
         return lines

@@ -53,14 +53,14 @@ from axonml_jax.sharding.layout import Checkpointable, Leaf
 
 
 class Positioned(Protocol):
-    """Something with a position that is small, plain values: a data loader; an iterator of Grain is one too (`position_of`)."""
+    """Protocol of an object whose position is small, plain values: a data loader, or an iterator of Grain (`position_of`)."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position."""
+        """Returns the position."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position."""
+        """Move to a saved position."""
         ...
 
 
@@ -69,7 +69,7 @@ _TENSOR = "tensor of state_dict"
 
 
 def position_of(data: Any) -> Any:
-    """Where a loader stands, as plain values: its `state_dict()`, or `get_state()` as Grain's iterators have it.
+    """A loader's position as plain values: its `state_dict()`, or `get_state()` of a Grain iterator.
 
     Raises:
       TypeError: for what has neither, with what to give, and for a position that is not plain.
@@ -86,7 +86,7 @@ def position_of(data: Any) -> Any:
 
 
 def _as_text(value: Any) -> Any:
-    """A position whose bytes and tensors, at any depth, are text.
+    """Encode the bytes and tensors in a position, at any depth, as text.
 
     Grain's loader says where it stands in bytes; in PyTorch's `StatefulDataLoader` a random generator's state is a tensor.
     """
@@ -113,7 +113,7 @@ def _from_text(value: Any) -> Any:
 
 
 def _go_on(data: Any, position: Any) -> None:
-    """Put a loader where it stood; it refuses other data."""
+    """Move a loader to a saved position; it refuses one of other data."""
     if hasattr(data, "load_state_dict"):
         data.load_state_dict(_from_text(position))
     elif hasattr(data, "set_state"):
@@ -226,7 +226,7 @@ def load(
     part: str | None = None,
     accept: Collection[str] = (),
 ) -> Any:
-    """`restore` of a checkpoint whose files have been checked; no process takes anything of it unless all can."""
+    """`restore` from a checkpoint whose files have been checked; either all processes take its arrays, or none does."""
     wanted = step.state_leaves(like) if step is not None else leaves_of(like)
     prefix = f"{part.strip('/')}/" if part else ""
     scope = prefix or scope_of(like, wanted)
@@ -262,7 +262,7 @@ def load(
 
 
 def _compare(folder: Path, team: Team, failed: Exception | None) -> None:
-    """Raise in every process what has failed in one: its writer may have removed the checkpoint before one has read it."""
+    """Raise in every process the error of any one: a writer may remove the checkpoint before all have read it."""
     said = "" if failed is None else str(failed) or repr(failed)
     heard = team.tell_all(f"read {folder}", [said, folder.exists(), isinstance(failed, arrays.NoPlainName)])
     lines = [f"  {ARRAYS}: {text}" for text, _, _ in heard if text]
@@ -275,7 +275,7 @@ def _compare(folder: Path, team: Team, failed: Exception | None) -> None:
 
 
 def _tell_of_averages(folder: Path, wanted: Mapping[str, Leaf], found: Mapping[str, Entry]) -> set[str]:
-    """The moving averages that a run keeps and the checkpoint lacks; they, and those that only it has, are said."""
+    """Warn of moving averages that only the run or only the checkpoint has; returns those to start from parameters."""
     kept, saved = ({name for name in names if name.startswith(AVERAGE)} for names in (wanted, found))
     begin, left = kept - saved, saved - kept
     if begin:
@@ -290,7 +290,7 @@ def _tell_of_averages(folder: Path, wanted: Mapping[str, Leaf], found: Mapping[s
 
 
 def _without_other_ranks(folder: Path, wanted: Mapping[str, Leaf], found: dict[str, Entry]) -> dict[str, Entry]:
-    """The arrays of a checkpoint but for what sums of gradients lacked on other ranks than there are; that is said."""
+    """Drop error-feedback residuals of another number of ranks or another plan from the arrays to restore, with a warning."""
     saved = {name for name in found if name.startswith(LEFT_OUT)}
     fits = {name for name in saved if name in wanted and found[name].shape == arrays.entry_of(wanted[name]).shape}
     if saved - fits or any(name.startswith(LEFT_OUT) and name not in saved for name in wanted):
@@ -302,7 +302,7 @@ def _without_other_ranks(folder: Path, wanted: Mapping[str, Leaf], found: dict[s
 
 
 def checked_manifest(folder: Path, team: Team) -> Manifest:
-    """The manifest of a checkpoint, all of whose files are as they were written; the processes share the reading.
+    """Read a checkpoint's manifest and verify all of its files; the processes share the reading.
 
     Raises:
       FileNotFoundError, DamagedCheckpoint, ValueError: in every process alike.
@@ -342,7 +342,7 @@ def manifest_of(
     metrics: Mapping[str, float] | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """What a checkpoint will say about itself.
+    """Make the manifest of a checkpoint that is to be saved.
 
     Raises:
       ValueError: for a model that was given as shapes and has no values yet, or its trainer.
@@ -441,7 +441,7 @@ class CheckpointManager:
         self._close(together=kind is None)
 
     def claim(self) -> None:
-        """Become the folder's only writer, as the first save does by itself, and remove what killed processes have left.
+        """Become the folder's only writer, as the first save does by itself, and remove leftovers of killed processes.
 
         The owner is one job, whose main process says in `owner.json` who it is, until `close` or its end. One that has ended is
         followed with a warning; one on another machine after its heartbeat has been quiet for a minute.
@@ -455,7 +455,7 @@ class CheckpointManager:
             self._claimed = True
 
     def due(self, step: int) -> bool:
-        """Whether `save` saves at this step unforced."""
+        """Whether `save` saves at this step without `force`."""
         return (self.every is None or step % self.every == 0) and step != self._newest
 
     @no_mesh_around()
@@ -510,7 +510,7 @@ class CheckpointManager:
         return True
 
     def check(self) -> None:
-        """Raise the error of a save that has failed meanwhile; costs nothing otherwise.
+        """Raise the error of a save that has failed in the background; costs nothing otherwise.
 
         One process tells a trainer of a commit here. Several are not done at the same step: they tell it in `save` and `wait`,
         and there they count a failure that may pass.
@@ -521,7 +521,7 @@ class CheckpointManager:
 
     @no_mesh_around()
     def wait(self) -> None:
-        """Until the save under way is committed.
+        """Wait until the save under way is committed.
 
         Raises:
           OSError: when the newest could not be written.
@@ -530,7 +530,7 @@ class CheckpointManager:
         self._failures.tell()
 
     def settle(self) -> None:
-        """Wait for the save under way as the next one does: a failure that may pass is counted, and not raised."""
+        """Wait for the save under way as the next save does: a failure that may pass is counted, not raised."""
         saving, self._saving, tell, self._tell = self._saving, None, self._tell, None
         if saving is None:
             return
@@ -548,11 +548,11 @@ class CheckpointManager:
 
     @property
     def failed_saves(self) -> int:
-        """How many saves have failed and were passed over (`max_failures`)."""
+        """The number of saves that failed and were passed over (`max_failures`)."""
         return self._failures.total
 
     def close(self) -> None:
-        """Wait, and let go of the threads and the folder; with `mirror` all processes wait until the newest is copied.
+        """Wait, and release the threads and the folder; with `mirror` all processes wait until the newest is copied.
 
         A job that has only restored copies, or sends to the URL, what has been left, unless another job owns the folder.
         """
@@ -577,7 +577,7 @@ class CheckpointManager:
 
     @property
     def place(self) -> str:
-        """Where the checkpoints are: the folder, or the URL."""
+        """The location of the checkpoints: the folder, or the URL."""
         return str(self._place)
 
     @property
@@ -594,7 +594,7 @@ class CheckpointManager:
         data: Positioned | None = None,
         accept: Collection[str] = (),
     ) -> Manifest | None:
-        """Restore the newest good checkpoint, or a certain one.
+        """Restore the newest intact checkpoint, or that of a given step.
 
         A damaged checkpoint is passed over, with a warning that names its files, and renamed to `....damaged`.
 
@@ -655,7 +655,7 @@ class CheckpointManager:
         )
 
     def _note_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Of a save: where none has the metric that the best is chosen by, that is said before a checkpoint is deleted."""
+        """Note a save's metrics; before the first deletion, warn if no save had the metric that chooses the best."""
         if self.best in metrics:
             self._ungraded, self._metrics = -1, set()
         elif self._ungraded >= 0:
@@ -676,7 +676,7 @@ class CheckpointManager:
         self._ungraded = -1
 
     def _pass_over(self, folder: Path, error: Exception) -> None:
-        """Put a damaged checkpoint aside; whoever does not own the folder only reads, and leaves it until he does."""
+        """Set a damaged checkpoint aside; a process that does not own the folder only reads, and leaves it there."""
         if self._team.leads:
             logger.warning("%s", error)
         if folder.parent == self.folder:

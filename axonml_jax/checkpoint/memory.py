@@ -1,4 +1,4 @@
-"""The state of a run in host memory that outlives its processes: copies on the own machine and on another."""
+"""Copies of a run's state in host memory that outlives its processes: on the same machine and on another."""
 
 import hashlib
 import itertools
@@ -61,7 +61,7 @@ _TIMEOUT_MS = 60_000
 
 
 class Outcome(Enum):
-    """What has become of a copy: all processes have it, some could not make it, or some are still at it."""
+    """The outcome of a copy: all processes have it, some failed to make it, or some are still making it."""
 
     COMPLETE = "complete"
     FAILED = "failed"
@@ -69,7 +69,7 @@ class Outcome(Enum):
 
 
 def tell(name: str, made: bool) -> None:
-    """Tell the others that this process is ready with its copy.
+    """Tell the other processes that this one is ready with its copy.
 
     Args:
       name: of the step, the same in every process.
@@ -82,7 +82,7 @@ def tell(name: str, made: bool) -> None:
 
 
 def outcome(name: str, size: int, now: int) -> Outcome:
-    """What had become of a copy when the first process asked at a step.
+    """The outcome of a copy, as the first process found it that asked at this step.
 
     Args:
       name: of the copy's step.
@@ -119,7 +119,7 @@ Part = tuple[str, tuple[tuple[int, int], ...]]
 
 
 def parts_of(arrays: Mapping[str, jax.Array]) -> dict[Part, tuple[np.dtype, tuple[int, ...]]]:
-    """The parts that this process's devices hold, each once, with dtype and shape. Nothing is copied."""
+    """The array parts that this process's devices hold, each once, with dtype and shape. Nothing is copied."""
     found = {}
     for name, array in _plain(arrays).items():
         for index in _places(array):
@@ -128,14 +128,14 @@ def parts_of(arrays: Mapping[str, jax.Array]) -> dict[Part, tuple[np.dtype, tupl
 
 
 def shard_name(arrays: Mapping[str, jax.Array]) -> str:
-    """A short text, the same for processes that hold the same parts of the same arrays."""
+    """A short hash that is equal for processes that hold the same parts of the same arrays."""
     shapes = {name: [list(array.shape), str(array.dtype)] for name, array in _plain(arrays).items()}
     parts = sorted((name, index) for name, index in parts_of(arrays))
     return hashlib.sha256(json.dumps([shapes, parts], sort_keys=True).encode()).hexdigest()[:32]
 
 
 def values_of(arrays: Mapping[str, jax.Array]) -> Iterator[tuple[Part, np.ndarray]]:
-    """The parts with their values on the host, in the order of `parts_of`; all copies off the devices begin at once."""
+    """Copy the parts to the host, in the order of `parts_of`; all transfers start at once."""
     plain = _plain(arrays)
     held = [(name, index, data) for name, array in plain.items() for index, data in _places(array).items()]
     for _, _, data in held:
@@ -145,7 +145,7 @@ def values_of(arrays: Mapping[str, jax.Array]) -> Iterator[tuple[Part, np.ndarra
 
 
 def assembled(like: Mapping[str, jax.Array], read: Callable[[Part], np.ndarray]) -> dict[str, jax.Array]:
-    """Arrays on the devices of those given.
+    """Build arrays on the devices of the given ones from parts on the host.
 
     Args:
       like: arrays as they shall be.
@@ -218,18 +218,18 @@ class Members:
 
     @property
     def keepers(self) -> tuple[int | None, ...]:
-        """Whom it sends its copies to; None: nobody needs one."""
+        """The ranks to which a process sends its copies; None if it needs none."""
         if not (self.own and self.partners):
             return (None,) * len(self.nodes)
         counts = [len(list(same)) for _, same in itertools.groupby(self.nodes)]
         return to_send(counts, self.shards)
 
     def kept_by(self, rank: int) -> tuple[int, ...]:
-        """The processes whose copies a process keeps."""
+        """The ranks whose copies a process keeps."""
         return tuple(other for other, keeper in enumerate(self.keepers) if keeper == rank)
 
     def bytes_on(self, node: int) -> int:
-        """Bytes of all copies on a machine."""
+        """Bytes of all copies kept on a machine."""
         count = GENERATIONS if self.own else 0
         return count * sum(
             self.sizes[rank] + sum(self.sizes[other] for other in self.kept_by(rank))
@@ -239,7 +239,7 @@ class Members:
 
 
 def gather(team: Team, environ: Mapping[str, str], shard: str, size: int) -> Members:
-    """Hear from all processes; each must call it.
+    """Exchange what the processes hold; each must call it.
 
     Args:
       team: the processes.
@@ -263,7 +263,7 @@ def gather(team: Team, environ: Mapping[str, str], shard: str, size: int) -> Mem
 
 
 def within_memory(members: Members, memory: Mapping[int, int], again: bool) -> tuple[Members, str]:
-    """The members, whose copies take no more of any machine's memory than their share, and a warning of what they lack.
+    """Limit the copies to each machine's share of memory; returns the members, and a warning of what they lack.
 
     Args:
       members: as they would be.
@@ -286,7 +286,7 @@ def within_memory(members: Members, memory: Mapping[int, int], again: bool) -> t
 
 
 def _over(members: Members, memory: Mapping[int, int]) -> str:
-    """What is too much, by machine."""
+    """Describe the machines whose memory the copies would exceed."""
     taken = {node: members.bytes_on(node) for node in memory}
     over = {node: size for node, size in taken.items() if size > SHARE * memory[node]}
     lines = [f"{size / 1e9:.3g} GB of {memory[node] / 1e9:.3g} GB on node {node}" for node, size in over.items()]
@@ -303,7 +303,7 @@ _PATIENCE = 10
 
 
 class CopyRounds:
-    """What one process knows of the copies of all. All processes make the same calls.
+    """One process's view of the rounds of copies that all make together. All processes make the same calls.
 
     Args:
       team: the processes.
@@ -323,11 +323,11 @@ class CopyRounds:
         self._waited, self._number = 0, 0
 
     def go_on_from(self, step: int | None) -> None:
-        """Know that all processes have a copy of this step, or of none, and that none is under way."""
+        """Record that all processes have a copy of this step, or of none, and that none is under way."""
         self.complete, self.begun, self._number = step, None, self._number + 1
 
     def may_begin(self, step: int) -> bool:
-        """Whether the copy before is over in all processes; if so, whether it is now the one to keep."""
+        """Whether the last copy has ended in all processes, so that another may begin; records it as complete if all made it."""
         if self.begun is None:
             return True
         found = self._outcome(self.begun, step)
@@ -338,11 +338,11 @@ class CopyRounds:
         return self.begun is None
 
     def begin(self, step: int) -> None:
-        """Know that all processes begin a copy of this step."""
+        """Record that all processes begin a copy of this step."""
         self.begun, self._made, self._waited = step, None, 0
 
     def skip(self) -> None:
-        """Know that all processes leave a copy out, and say so when that happens again and again."""
+        """Record that all processes skip a copy, and warn when that happens repeatedly."""
         self.skipped, self._waited = self.skipped + 1, self._waited + 1
         if self._waited == _PATIENCE and self.team.leads:
             logger.warning(
@@ -352,7 +352,7 @@ class CopyRounds:
             )
 
     def end(self, step: int, made: bool) -> None:
-        """Tell the others that this process is ready with its copy, and whether it has it; from another thread too.
+        """Tell the others whether this process has its copy; may be called in another thread.
 
         Raises:
           jax.errors.JaxRuntimeError: when the coordinator has gone.
@@ -390,12 +390,12 @@ LONGEST_INDEX = 1 << 28
 
 
 class DamagedCopy(ValueError):
-    """A copy whose bytes are not what was written."""
+    """Raised for a copy whose bytes are not what was written."""
 
 
 @dataclass(frozen=True)
 class CopyIndex:
-    """What a copy says about itself.
+    """The index of a copy: its step, its parts and their checksums.
 
     Attributes:
       step: updates made.
@@ -412,7 +412,7 @@ class CopyIndex:
     complete: int | None = None
 
     def text(self) -> bytes:
-        """As JSON."""
+        """The index as JSON."""
         parts = [[name, index, *each] for (name, index), each in self.parts.items()]
         said = {"step": self.step, "shard": self.shard, "about": self.about, "complete": self.complete}
         return json.dumps(said | {"parts": parts}).encode()
@@ -441,7 +441,7 @@ class CopyIndex:
 
 
 def laid_out(parts: Mapping[Part, tuple[np.dtype, tuple[int, ...]]]) -> tuple[dict[Part, int], int]:
-    """Where every part goes, and where the last one ends."""
+    """The offset of each part in a file, and the end of the last."""
     places, end = {}, START
     for part, (dtype, shape) in parts.items():
         places[part] = end
@@ -460,22 +460,22 @@ class Generation:
         self._handle = handle
 
     def clear(self) -> None:
-        """From now on it holds none."""
+        """Mark the file as holding no copy."""
         os.pwrite(self._handle, bytes(_HEAD.size), 0)
 
     def free(self) -> None:
-        """`clear`, and give the memory back."""
+        """`clear`, and release the file's memory."""
         os.ftruncate(self._handle, 0)
 
     def put(self, place: int, values: np.ndarray | bytes) -> None:
-        """Write some bytes at a place; call `clear` first and `commit` when all are written."""
+        """Write bytes at an offset; call `clear` first and `commit` when all are written."""
         view = memoryview(values if isinstance(values, bytes) else _bytes(values))
         while view:
             done = os.pwrite(self._handle, view, place)
             view, place = view[done:], place + done
 
     def checksums(self, places: Iterable[tuple[int, int]]) -> list[int]:
-        """CRC-32 of what lies at some places, given with sizes."""
+        """CRC-32 of byte ranges, given by offset and size."""
         places = list(places)
         if not any(size for _, size in places):
             return [0 for _ in places]
@@ -484,7 +484,7 @@ class Generation:
             return [zlib.crc32(view[place : place + size]) for place, size in places]
 
     def commit(self, index: bytes, end: int) -> None:
-        """Make what was written a copy.
+        """Make the written bytes a valid copy.
 
         Args:
           index: its index.
@@ -495,13 +495,13 @@ class Generation:
         os.pwrite(self._handle, _HEAD.pack(_MAGIC, end, len(index), zlib.crc32(index)), 0)
 
     def commit_received(self, end: int, size: int) -> None:
-        """`commit` of an index that lies at its place already, and is as long as this; `checked` says whether it is one."""
+        """`commit` an index of this length that is already in place; `checked` tells whether the copy is intact."""
         index = bytearray(size)
         self.read_into(memoryview(index), end)
         self.commit(bytes(index), end)
 
     def become(self, other: "Generation") -> None:
-        """Hold the copy that another generation holds too."""
+        """Hold the same copy as another generation."""
         found, whole = other.index(), other.size()
         assert found is not None, "there is no copy"
         self.clear()
@@ -516,7 +516,7 @@ class Generation:
         return os.fstat(self._handle).st_size
 
     def index(self) -> tuple[CopyIndex, int] | None:
-        """The index and where the parts end; None when there is no copy.
+        """The index and the end of its parts; None when there is no copy.
 
         Raises:
           DamagedCopy: when the head or the index is not what was written.
@@ -534,7 +534,7 @@ class Generation:
         return CopyIndex.parse(text), end
 
     def checked(self) -> tuple[CopyIndex, int] | None:
-        """`index`, when all parts are what was written.
+        """The index, if all parts match their checksums.
 
         Raises:
           DamagedCopy: naming what is not.
@@ -553,14 +553,14 @@ class Generation:
         return found
 
     def part(self, index: CopyIndex, part: Part) -> np.ndarray:
-        """The values of a part, in memory of their own."""
+        """The values of a part, copied out of the file."""
         dtype, shape, place, _ = index.parts[part]
         values = np.empty(_size(dtype, shape), np.uint8)
         self.read_into(memoryview(values), place)
         return values.view(jnp.dtype(dtype)).reshape(shape)
 
     def read_into(self, view: memoryview, place: int) -> None:
-        """Fill some memory from a place on."""
+        """Fill a buffer from the file, beginning at an offset."""
         while view:
             done = os.preadv(self._handle, [view], place)
             if not done:
@@ -569,7 +569,7 @@ class Generation:
 
 
 def peek(generation: Generation) -> CopyIndex | None:
-    """What a generation says that it holds, its parts unread; None: nothing, or nothing that can be read."""
+    """The index of a generation's copy, its parts unread; None if there is none or it cannot be read."""
     try:
         found = generation.index()
     except DamagedCopy:
@@ -578,7 +578,7 @@ def peek(generation: Generation) -> CopyIndex | None:
 
 
 def holds(generation: Generation) -> tuple[str, int] | None:
-    """The shard and the step of what a generation says that it holds; None: nothing."""
+    """The shard and step of a generation's copy, by its index; None if there is none."""
     found = peek(generation)
     return None if found is None else (found.shard, found.step)
 
@@ -601,7 +601,7 @@ Found = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all processes go on from.
+    """The step that all processes resume from, and who has each one's state.
 
     Attributes:
       step: updates made.
@@ -612,7 +612,7 @@ class Agreed:
     sources: tuple[int, ...]
 
     def moves(self) -> dict[int, int]:
-        """By the rank of each process that has lost its state, who sends it.
+        """Map the rank of each process that lost its state to the rank that sends it.
 
         >>> Agreed(4, (0, 0)).moves()
         {1: 0}
@@ -621,7 +621,7 @@ class Agreed:
 
 
 def agree(shards: Sequence[str], found: Sequence[Found], nodes: Sequence[int] | None = None) -> Agreed | None:
-    """The newest step that every process can have; None when there is none. All processes come to the same.
+    """The newest step that every process can have; None if there is none. All processes compute the same.
 
     Whoever has lost its state gets it from a process of its own machine, or else of that machine which sends the least.
 
@@ -646,7 +646,7 @@ def agree(shards: Sequence[str], found: Sequence[Found], nodes: Sequence[int] | 
 
 
 def missing(shards: Sequence[str], found: Sequence[Found]) -> tuple[int, ...]:
-    """The processes whose state nobody has, of no step.
+    """The ranks whose state is in no process's memory, for any step.
 
     >>> missing(["a", "b"], [{"a": [4]}, {}])
     (1,)
@@ -655,7 +655,7 @@ def missing(shards: Sequence[str], found: Sequence[Found]) -> tuple[int, ...]:
 
 
 def steps_of(copies: Iterable[CopyIndex]) -> dict[str, list[int]]:
-    """The steps of some copies, by the shards that they hold."""
+    """The steps of copies, by the shards that they hold."""
     found = {}
     for each in copies:
         found.setdefault(each.shard, []).append(each.step)
@@ -700,13 +700,13 @@ class OwnCopies:
         self.held: list[tuple[str, int] | None] = [None] * len(generations)
 
     def look(self) -> list[CopyIndex]:
-        """The whole copies; one that is damaged is said and forgotten."""
+        """The indices of intact copies; a damaged one is reported and forgotten."""
         whole = whole_copies(self.generations)
         self.held = [None if index is None else (index.shard, index.step) for index in whole]
         return [index for index in whole if index is not None]
 
     def for_refill(self, step: int, sent: Collection[str]) -> Generation:
-        """The generation to receive this process's state of a step in, which this process does not have.
+        """Choose the generation that receives this process's missing state of a step.
 
         Args:
           step: whatever is of another one goes first.
@@ -724,12 +724,12 @@ class OwnCopies:
         return self.generations[free.index(True)]
 
     def forget(self) -> None:
-        """Hold no copy any more."""
+        """Drop all copies."""
         for number in range(len(self.generations)):
             self._clear(number)
 
     def keep_only(self, shard: str, step: int) -> None:
-        """Forget what is of later steps or of another shard, as of the place that this process had in another world."""
+        """Drop copies of later steps or of another shard, left from another number of processes."""
         self.held = [holds(generation) for generation in self.generations]
         for number, held in enumerate(self.held):
             if held is not None and (held[0] != shard or held[1] > step):
@@ -776,7 +776,7 @@ class OwnCopies:
         return finish
 
     def read(self, shard: str, step: int, like: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-        """The arrays of a step on the devices of those given, and what else belongs to it; call `keep_only` before."""
+        """Put a step's arrays on the devices of the given ones, and return them with its metadata; call `keep_only` before."""
         generation = self.generations[self.held.index((shard, step))]
         found = generation.index()
         assert found is not None
@@ -784,7 +784,7 @@ class OwnCopies:
 
 
 def whole_copies(generations: Sequence[Generation]) -> list[CopyIndex | None]:
-    """What each holds, checked; None: nothing, or what was damaged, which is said and forgotten."""
+    """The checked index of each generation; None if it has no copy or a damaged one, which is reported and forgotten."""
     return [_whole(generation) for generation in generations]
 
 
@@ -818,7 +818,7 @@ _SUBJECT = "copies of the state"
 
 @dataclass(frozen=True)
 class Box:
-    """Where the copies of one process go.
+    """The destination of one process's copies.
 
     Attributes:
       generations: where they go; the one that holds the step to keep stays.
@@ -832,7 +832,7 @@ class Box:
 
 
 class Post:
-    """Receives copies behind the program's back, until it is closed.
+    """Receives copies in a thread, until it is closed.
 
     Args:
       address: of this machine, to listen on.
@@ -853,7 +853,7 @@ class Post:
         self._thread.start()
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._stop.set()
         self._thread.join()
 
@@ -902,7 +902,7 @@ class Post:
 
 
 def send(place: str, token: bytes, purpose: str, rank: int, generation: Generation, keep: int | None) -> None:
-    """Send a copy, and return when it is kept there.
+    """Send a copy, and return when the receiver has kept it.
 
     Args:
       place: `host:port` of the receiver's `Post`.
@@ -949,7 +949,7 @@ def _is_announced(said: dict) -> bool:
 
 
 def _line(line: socket.socket) -> bytes:
-    """A line, and no byte of what comes after it."""
+    """Read one line, and not a byte beyond it."""
     said = b""
     while not said.endswith(b"\n") and len(said) < _LINE and (byte := line.recv(1)):
         said += byte
@@ -957,7 +957,7 @@ def _line(line: socket.socket) -> bytes:
 
 
 def own_addresses(environ: Mapping[str, str]) -> tuple[str, str]:
-    """The address of this machine to listen on, and the one by which the job's others reach it, by the launcher's variables.
+    """The address on which this machine listens, and the one by which the job's others reach it, by launch variables.
 
     They differ where `JAX_COORDINATOR_BIND_ADDRESS` says on what process 0's machine listens, as `0.0.0.0`, which is nobody's.
     """
@@ -980,7 +980,8 @@ _PAUSE = 1.0
 
 
 def refill(team: Team, agreed: Agreed, deliver: Callable[[int], None]) -> None:
-    """Send what is missing, and return when it is there; all processes call this. A connection that breaks is made again.
+    """Send each process the state that it lacks; returns when all have it. All processes call this; broken connections are
+    retried.
 
     Args:
       team: the processes.
@@ -1005,7 +1006,7 @@ def refill(team: Team, agreed: Agreed, deliver: Callable[[int], None]) -> None:
 
 
 def _sent(rank: int, agreed: Agreed, deliver: Callable[[int], None]) -> dict[str, str]:
-    """What one process could not send, by whom it was for."""
+    """Send the agreed states from one process; returns an error text for each receiver that did not get it."""
     faults = {}
     for other in (each for each, source in agreed.moves().items() if source == rank):
         try:
@@ -1030,7 +1031,7 @@ _PARTING = 60.0
 
 
 class Exchange:
-    """Listens for copies, and knows where the others do; all processes make one at once.
+    """Listens for copies, and knows where the others listen; all processes create one together.
 
     Args:
       team: the processes.
@@ -1055,7 +1056,7 @@ class Exchange:
         send(self._addresses[to], self._token, purpose, self._rank, generation, keep)
 
     def part(self, sent: Callable[[], None]) -> None:
-        """Return when no process sends anything more, or when one no longer says anything.
+        """Return when no process sends anything more, or when one has stopped answering.
 
         Args:
           sent: returns when this process has sent all.
@@ -1068,7 +1069,7 @@ class Exchange:
             logger.warning("the last copies of the state in memory may not be complete: %s", error)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self._post.close()
 
 
@@ -1078,19 +1079,19 @@ class Exchange:
 
 
 class AtRest(Protocol):
-    """Something whose arrays can be copied as they rest: a trainer."""
+    """Protocol of an object whose arrays can be copied as they are sharded on devices: a trainer."""
 
     def resting_arrays(self) -> dict[str, jax.Array]:
-        """Every array by a name, as it lies on the devices."""
+        """Every array by a name, as it is sharded on the devices."""
         ...
 
     def take_resting(self, arrays: Mapping[str, jax.Array]) -> None:
-        """Go on from such arrays."""
+        """Replace the state by such arrays."""
         ...
 
 
 class MemoryCopies:
-    """Copies of what this process's devices hold, in memory of its launcher. All processes make the same calls.
+    """Copies of what this process's devices hold, in its launcher's memory. All processes make the same calls.
 
     Call `look` once before the first step, then `restore` or `forget` (see `restore_newest`), `keep` after every step, `close`
     at the end. A copy blocks while the arrays are copied to the host; checksums, and sending it to another machine, happen
@@ -1128,7 +1129,7 @@ class MemoryCopies:
         self._made, self._blocked = 0, 0.0
 
     def close(self, *, together: bool = True) -> None:
-        """Wait for a copy under way, and listen no more.
+        """Wait for a copy under way, and stop listening.
 
         Args:
           together: listen until the others are ready too, who may be sending their last copy here; a minute at most where one
@@ -1144,7 +1145,7 @@ class MemoryCopies:
 
     @property
     def bound(self) -> str:
-        """How much memory the copies take at most, in words."""
+        """Describe how much memory the copies take at most."""
         members, rank = self._known, self._team.rank
         if not members.own:
             return "none is made: there is too little on these machines"
@@ -1157,13 +1158,13 @@ class MemoryCopies:
 
     @property
     def cost(self) -> str:
-        """What the copies have cost this process so far, in words."""
+        """Describe how long the copies have blocked this process so far."""
         skipped = f", {self._rounds.skipped} left out as the one before was under way" if self._rounds.skipped else ""
         each = 1000 * self._blocked / max(self._made, 1)
         return f"{self._made} copies in memory, each blocked {each:.1f} ms{skipped}"
 
     def look(self, run: AtRest, *, of: str = "") -> int | None:
-        """Hear what copies all processes have, and prepare to make some. Nothing that is there is changed.
+        """Exchange what copies all processes have, and prepare to make some. Existing copies are not changed.
 
         Args:
           run: as its arrays lie, copies are taken back, and made.
@@ -1184,7 +1185,7 @@ class MemoryCopies:
         return None if self._agreed is None else self._agreed.step
 
     def restore(self, run: AtRest, *, data: Positioned | None = None) -> Manifest:
-        """Go on from the step that `look` has found; whoever has lost its state gets it from another process before.
+        """Resume from the step that `look` found; a process that lost its state first gets it from another.
 
         Args:
           run: takes its arrays back.
@@ -1216,7 +1217,7 @@ class MemoryCopies:
         return manifest
 
     def forget(self) -> None:
-        """Give up all copies, as the run goes on from elsewhere."""
+        """Drop all copies, because the run continues from elsewhere."""
         self._wait()
         self._own.forget()
         for generation in self._others:
@@ -1226,7 +1227,7 @@ class MemoryCopies:
         self._last = -1
 
     def keep(self, step: int, run: Any, *, data: Positioned | None = None, now: bool = False) -> bool:
-        """Make a copy if it is time.
+        """Start a copy if it is due.
 
         Args:
           step: updates made.
@@ -1267,11 +1268,11 @@ class MemoryCopies:
 
     @property
     def _others(self) -> list[Generation]:
-        """Where the copies of other processes are."""
+        """The generations that hold copies of other processes."""
         return [generation for held in self._held.values() for generation in held]
 
     def _agree(self) -> Agreed | None:
-        """The newest step that all can go on from."""
+        """The newest step that all processes can resume from."""
         shards, generations = self._known.shards, (*self._own.generations, *self._others)
         # Before those are forgotten whose parts are damaged: they too say what there once was.
         indices = [index for each in generations if (index := peek(each)) is not None and index.shard in shards]
@@ -1289,7 +1290,7 @@ class MemoryCopies:
         return agreed
 
     def _boxes(self, agreed: Agreed | None) -> dict[tuple[str, int], Box]:
-        """What other processes will send."""
+        """The destinations of what other processes will send."""
         members, rank = self._known, self._team.rank
         boxes = {(KEEP, r): Box(self._held[r], members.sizes[r], members.shards[r]) for r in members.kept_by(rank)}
         moves = {} if agreed is None else agreed.moves()
@@ -1305,7 +1306,7 @@ class MemoryCopies:
         self._exchange.send(rank, REFILL, self._find(self._known.shards[rank], step))
 
     def _drop_after(self, step: int) -> None:
-        """Forget copies of later steps, which not everybody has: made again, in another world, they come out otherwise."""
+        """Drop copies of later steps, which not every process has: made again in another world, they may differ."""
         self._own.keep_only(self._known.shards[self._team.rank], step)
         for generation in self._others:
             if (held := holds(generation)) is not None and held[1] > step:
@@ -1313,7 +1314,7 @@ class MemoryCopies:
         self._free_unused()
 
     def _free_unused(self, own: Sequence[Generation] = ()) -> None:
-        """Give back the memory of copies that are too much to be made on these machines; by now each process has its state."""
+        """Release the memory of copies for which these machines have no room; by now each process has its state."""
         if not self._known.partners:
             for generation in (*own, *self._others):
                 generation.free()
@@ -1322,7 +1323,7 @@ class MemoryCopies:
         return next(each for each in (*self._own.generations, *self._others) if holds(each) == (shard, step))
 
     def _finish(self, step: int, finish: Callable[[], Generation]) -> None:
-        """Behind the training's back: checksums, the copy on another machine, and word of how that went."""
+        """In the background: compute checksums, send the copy to another machine, and report the outcome."""
         made, keeper = False, self._known.keepers[self._team.rank]
         try:
             generation = finish()
@@ -1356,7 +1357,7 @@ class MemoryCopies:
 def restore_newest(
     memory: MemoryCopies, manager: CheckpointManager, run: Any, *, of: str = "", data: Positioned | None = None
 ) -> tuple[Manifest | None, bool]:
-    """Go on from memory, unless a newer step on disk is good. All processes make the same calls.
+    """Resume from memory, unless a newer step on disk is intact. All processes make the same calls.
 
     Args:
       memory: the copies in memory.
@@ -1392,7 +1393,7 @@ def restore_newest(
 
 
 def _good(manager: CheckpointManager, run: Any, data: Positioned | None, step: int, team: Team) -> Manifest | None:
-    """What all processes have restored from disk; None where that is older than a step, or is not good in all of them."""
+    """The manifest of the step that all processes restored from disk; None if it is not newer, or not intact in all of them."""
     try:
         found, said = manager.restore(run, data=data), ""
     except DamagedCheckpoint as error:

@@ -44,24 +44,24 @@ class ObjectStore:
 
     @property
     def folder(self) -> Path | None:
-        """Which one a `file://` URL names; None for every other."""
+        """The folder of a `file://` URL; None for any other."""
         return Path(self._spec["path"]).resolve() if self._spec["driver"] == "file" else None
 
     def put(self, key: str, content: bytes) -> None:
-        """Store an object, whole or not at all; it is there for every reader when this returns."""
+        """Store an object atomically; every reader sees it when this returns."""
         self._try(f"write {key}", lambda: self._kvstore().write(key, content).result())
 
     def get(self, key: str) -> bytes | None:
-        """An object's content; None when there is none."""
+        """The content of an object; None if there is none."""
         found = self._try(f"read {key}", lambda: self._kvstore().read(key).result())
         return bytes(found.value) if found.state == "value" else None
 
     def keys(self, prefix: str = "") -> list[str]:
-        """The names of all objects that begin with something, in order."""
+        """The sorted names of all objects with a prefix."""
         return sorted(key.decode() for key in self._try(f"list {prefix}*", lambda: self._list(prefix)))
 
     def remove(self, key: str) -> None:
-        """Delete an object; nothing happens when there is none."""
+        """Delete an object, if there is one."""
         self._try(f"delete {key}", lambda: self._kvstore().delete_range(_range(key, key + "\0")).result())
 
     def _list(self, prefix: str) -> list[bytes]:
@@ -101,7 +101,7 @@ class ObjectStore:
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether a store says that another try may go better: it is busy, or could not be reached.
+    """Whether a store's error is temporary: it is busy, or could not be reached.
 
     >>> may_pass(ValueError("UNAVAILABLE: CURL error Couldn't connect to server"))
     True
@@ -112,7 +112,7 @@ def may_pass(error: Exception) -> bool:
 
 
 def lie_apart(store: ObjectStore, folder: Path, what: str, remedy: str) -> None:
-    """See that a `file://` URL and a folder do not lie one within the other.
+    """Check that a `file://` URL and a folder do not lie one inside the other.
 
     Args:
       store: the URL.

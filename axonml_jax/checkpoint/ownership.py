@@ -1,4 +1,4 @@
-"""Who owns a folder of checkpoints."""
+"""Ownership of a folder of checkpoints: one process may write at a time."""
 
 import errno
 import fcntl
@@ -28,7 +28,7 @@ _ENDED = "ZX"  # a zombie waits for its parent, and does nothing any more
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """A process that writes a folder.
+    """A process that owns a folder, as its record describes it.
 
     Attributes:
       host: the name of its machine, for people.
@@ -66,7 +66,7 @@ class Owner:
 
     @staticmethod
     def parse(text: str) -> "Owner":
-        """The owner that a record names; of one that cannot be read nothing is known, also not that its process has ended."""
+        """Parse an owner's record; an unreadable one gives an owner that is not known to have ended."""
         try:
             content = {"launch": "", **json.loads(text)}
             found = Owner(**{field.name: content[field.name] for field in fields(Owner)})
@@ -78,11 +78,11 @@ class Owner:
         return f"process {self.pid} on {self.host} since {self.since}"
 
     def text(self) -> str:
-        """The record."""
+        """The text of the record."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     def lives(self) -> bool | None:
-        """Whether its process lives; None where that cannot be seen from here: on another machine, in another container."""
+        """Whether the process is alive; None if that cannot be seen from this machine or container."""
         if self.machine != _machine():
             return None
         if self.pid == os.getpid():
@@ -98,7 +98,7 @@ _UNREADABLE = Owner(host="an unknown machine", pid=0, since="an unknown time", m
 
 
 def _machine() -> str:
-    """A container has processes of its own, on a machine of the same name maybe; a machine that starts again has others."""
+    """An id of this machine, container and boot: process ids are comparable only within one."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
@@ -107,7 +107,7 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """When a process started; None where the system does not say.
+    """The start time of a process; None if the system does not tell it.
 
     Raises:
       ProcessLookupError: when it has ended.
@@ -151,7 +151,7 @@ _held: set[str] = set()
 
 
 class FolderInUse(ValueError):
-    """Another process writes the folder."""
+    """Raised when another process writes the folder."""
 
 
 class Ownership:
@@ -182,7 +182,7 @@ class Ownership:
         self.release = weakref.finalize(self, _release, record, self._me, stop, made)
 
     def check(self) -> None:
-        """Make sure that this process still is the owner; call it before every change.
+        """Verify that this process is still the owner; call it before every change.
 
         Raises:
           FolderInUse: when another one has taken over meanwhile.
@@ -221,14 +221,14 @@ class Ownership:
             time.sleep(_POLL)
 
     def _is_settled(self) -> bool:
-        """Without locks two processes may have written at once: who is in the file when both have, has it."""
+        """Without file locks two processes may write the record at once: the one that is in it afterwards owns it."""
         time.sleep(_SETTLE)
         with _locked(self.record) as (handle, _):
             return Owner.parse(_read(handle)).token == self._me.token
 
 
 def in_use(record: Path) -> bool:
-    """Whether a record is there whose process lives, as far as can be seen at once."""
+    """Whether a record exists whose process may be alive, judged without waiting."""
     try:
         text = record.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -237,7 +237,7 @@ def in_use(record: Path) -> bool:
 
 
 def _why_free(text: str, what: Path, quiet: bool) -> str | None:
-    """Why somebody else may write: empty where there was no owner, None where that is not clear yet.
+    """Why a folder may be taken over: empty if there was no owner, None if that is not certain yet.
 
     Raises:
       FolderInUse: when nobody may.
@@ -270,7 +270,7 @@ def _refused(what: Path, owner: Owner) -> FolderInUse:
 
 @contextmanager
 def _locked(record: Path, make: bool = False) -> Iterator[tuple[int, bool]]:
-    """The open record, and whether the file system keeps others out meanwhile.
+    """Yield the open record, and whether the file system's lock keeps others out meanwhile.
 
     Raises:
       OSError: when it cannot be opened, or is always another one by the time it is open.
@@ -336,7 +336,7 @@ def _write(handle: int, text: str) -> None:
 
 
 def _beat(record: Path, token: str, stop: threading.Event) -> None:
-    """Say that the owner lives, until it is another one."""
+    """Refresh the owner's heartbeat, until another process is the owner."""
     while not stop.wait(BEAT):
         # A record that somebody has removed is written anew by the next `check`.
         with suppress(OSError), _locked(record) as (handle, _):
@@ -347,7 +347,7 @@ def _beat(record: Path, token: str, stop: threading.Event) -> None:
 
 
 def _release(record: Path, me: Owner, stop: threading.Event, made: bool) -> None:
-    """Remove the record, and a folder that was made for it and has nothing else in it."""
+    """Remove the record, and its folder if it was made for it and is empty."""
     stop.set()
     if me.pid != os.getpid():
         return  # a fork of the owner, which goes on

@@ -1,4 +1,4 @@
-"""Where checkpoints are kept: a folder, a URL, or a folder with copies at one."""
+"""The locations of checkpoints: a folder, a URL, or a folder with copies at a URL."""
 
 import errno
 import hashlib
@@ -46,7 +46,7 @@ from axonml_jax.checkpoint.saving import WENT_BACK, candidates, put_in_place, re
 
 
 def uncopied(here: Mapping[int, Manifest], there: Mapping[int, Manifest], rules: Retention) -> list[int]:
-    """The steps to copy, the newest first: those that rules would keep of all, and that have no copy of the same save.
+    """The steps to copy, newest first: those that the rules keep and that have no copy of the same save.
 
     >>> saved = lambda *steps: {step: Manifest(about={"saved_at": float(step)}) for step in steps}
     >>> uncopied(saved(2, 4, 5, 6), saved(1, 3, 5), Retention(keep=2, every=2))
@@ -63,7 +63,7 @@ def uncopied(here: Mapping[int, Manifest], there: Mapping[int, Manifest], rules:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a checkpoint is there, and all its files are what was written; if not, that is said."""
+    """Whether a checkpoint exists and all its files match its manifest; logs what is wrong."""
     try:
         manifest = Manifest.read(folder)
         lines = damage(folder, manifest, manifest.files)
@@ -91,7 +91,7 @@ RUN = "run_id.txt"
 
 
 class Copy(NamedTuple):
-    """What the object says that commits a copy.
+    """The content of the object that commits a copy of a checkpoint.
 
     Attributes:
       prefix: of its files.
@@ -107,7 +107,7 @@ class Copy(NamedTuple):
 
     @staticmethod
     def parse(name: str, content: bytes | None) -> "Copy":
-        """The copy that an object names.
+        """Parse the content of a committing object.
 
         Raises:
           DamagedCheckpoint: when there is none, or it is not what was written.
@@ -123,13 +123,13 @@ class Copy(NamedTuple):
             raise DamagedCheckpoint(f"{name} is {'missing' if content is None else 'damaged'}") from error
 
     def text(self) -> bytes:
-        """The object."""
+        """The content of the committing object."""
         content = {"prefix": self.prefix, "run": self.run, "folder": self.folder}
         return json.dumps(content | {"metrics": self.said.metrics, SAVED_AT: self.said.saved_at}).encode()
 
 
 def commit_of(name: int | str) -> str:
-    """The name of the object whose presence makes a copy of a checkpoint, which has a step or another name."""
+    """The name of the object that commits a copy, from its step or another name."""
     return f"{name if isinstance(name, str) else name_of(name)}.commit"
 
 
@@ -140,7 +140,7 @@ def run_in(folder: Path) -> str | None:
 
 
 def take_id(folder: Path, run: str) -> str:
-    """Keep a run's id in its folder, before there is anything that is known by it."""
+    """Store a run's id in its folder, before anything is known by it."""
     new = folder / (RUN + SAVING)
     new.write_text(run, encoding="utf-8")
     sync(new)
@@ -195,7 +195,7 @@ class Copies:
         return None
 
     def said(self) -> dict[int, Manifest]:
-        """What every copy says of its metrics and time, by step; one whose commit cannot be read says nothing."""
+        """The metrics and time of every copy, by step; an empty manifest where its commit cannot be read."""
         found = {}
         for step in self.steps:
             try:
@@ -205,7 +205,7 @@ class Copies:
         return found
 
     def copy_of(self, commit: str) -> Copy:
-        """The copy that an object commits.
+        """Read the copy that an object commits.
 
         Raises:
           DamagedCheckpoint: when there is none, or it is not what was written.
@@ -213,7 +213,7 @@ class Copies:
         return Copy.parse(f"{self.store}/{commit}", self.store.get(commit))
 
     def claim(self) -> None:
-        """Become the owner, and remove what killed processes have left: files that belong to no copy."""
+        """Become the owner of the URL, and remove leftovers of killed processes: files that belong to no copy."""
         if self._claimed:
             return
         self.store.put(CLAIM, json.dumps({"token": self._token, "pid": os.getpid()}).encode())
@@ -225,7 +225,7 @@ class Copies:
         self._claimed = True
 
     def put(self, folder: Path, name: str, run: str, origin: str) -> bool:
-        """Copy a checkpoint; what is begun and not committed goes again, whatever the reason.
+        """Upload a checkpoint; on any failure, uploaded files that are not committed are removed.
 
         Args:
           folder: the checkpoint.
@@ -253,7 +253,7 @@ class Copies:
                     self._begun.remove(each)
 
     def abandon_from(self, step: int) -> None:
-        """What `saving.abandon_from` does in a folder: other objects commit the copies of these steps from now on."""
+        """Set copies of this and later steps aside, as `saving.abandon_from` does: other objects commit them from now on."""
         left = [each for each in self.steps if each >= step]
         if not left or not self._owns():
             return
@@ -268,14 +268,14 @@ class Copies:
                 self._remove_files(replaced)
 
     def prune(self, spared: list[int]) -> None:
-        """Delete the copies that no rule keeps: of each first what commits it, then its files."""
+        """Delete the copies that no rule keeps: first the committing object, then the files."""
         for step in () if self.lost else self._rules.deletes_of(self.said, spared):
             prefix = self._prefix_of(commit_of(step))
             self.store.remove(commit_of(step))
             self._remove_files(prefix)
 
     def fetch(self, name: str, folder: Path, *, keep_id: bool = False) -> Copy:
-        """Bring a checkpoint back as a folder, which appears whole or not at all.
+        """Download a checkpoint to a folder, which appears atomically.
 
         Args:
           name: its own, under the URL.
@@ -318,7 +318,7 @@ class Copies:
         return not self.lost
 
     def _committed(self, commit: str, said: bytes) -> bool:
-        """Write what commits a checkpoint; where somebody else has claimed the URL meanwhile, it is as before again."""
+        """Write the committing object; undone if another run has claimed the URL meanwhile."""
         before = self.store.get(commit)
         self.store.put(commit, said)
         if self._owns():
@@ -340,7 +340,7 @@ class Copies:
                 raise OSError(f"{self.store}/{key} was written, and the store gives {found} back: try another store")
 
     def _owns(self) -> bool:
-        """Whether nobody else has claimed the URL meanwhile; from then on nothing is copied."""
+        """Whether no other run has claimed the URL; once one has, nothing more is copied."""
         if not self._claimed:
             return True  # one checkpoint by itself, which no run owns
         owner = self.store.get(CLAIM)
@@ -378,7 +378,7 @@ _FETCHED = "fetched_"
 
 
 def staging_of(url: str, given: str | os.PathLike | None) -> Path:
-    """The folder for a URL: the one that is given, or one below the user's folder of caches, always the same.
+    """The staging folder for a URL: the given one, or one in the user's cache folder, always the same.
 
     Args:
       url: of the checkpoints.
@@ -393,7 +393,7 @@ def staging_of(url: str, given: str | os.PathLike | None) -> Path:
 
 @contextmanager
 def fetched(copies: Copies, name: str, staging: Path, team: Team) -> Iterator[Path]:
-    """A checkpoint of a store as a folder, as long as this is entered; all processes enter it.
+    """Context in which a store's checkpoint is available as a folder; all processes enter it.
 
     Raises:
       DamagedCheckpoint: naming every file that is not what was written.
@@ -415,7 +415,7 @@ def fetched(copies: Copies, name: str, staging: Path, team: Team) -> Iterator[Pa
 
 
 def require_shared(folder: Path, team: Team) -> None:
-    """See that all processes see a folder.
+    """Check that all processes see a folder.
 
     Raises:
       OSError: naming those that do not.
@@ -429,14 +429,14 @@ def require_shared(folder: Path, team: Team) -> None:
 
 
 def tidy_fetched(staging: Path) -> None:
-    """Remove what readers have left that were killed."""
+    """Remove leftovers of readers that were killed."""
     for path in staging.glob(f"{_FETCHED}*"):
         if path.is_dir() and not in_use(record_of(path)):
             remove(path)
 
 
 def remove_if_there(folder: Path) -> None:
-    """Delete a folder."""
+    """Delete a folder, if it exists."""
     if folder.exists():
         remove(folder)
 
@@ -479,12 +479,12 @@ class Mirror:
 
     @property
     def copying(self) -> list[int]:
-        """The steps whose checkpoints are read, or will be: they must not be deleted."""
+        """Steps whose checkpoints are being copied or will be: they must not be deleted."""
         with self._lock:
             return [job.step for job in (self._under_way, self._waiting) if job is not None]
 
     def refuse_others(self, copy: Copy | None) -> None:
-        """See that a copy is of the run whose checkpoints are in the folder, if that has any: only then is it known.
+        """Check that a copy is of the run whose checkpoints are in the folder; that is known only if it has any.
 
         Raises:
           ValueError: when it is another run's.
@@ -497,7 +497,7 @@ class Mirror:
             )
 
     def copy(self, folder: Path, step: int) -> None:
-        """Begin to copy a committed checkpoint, and then delete the copies that no rule keeps.
+        """Start to copy a committed checkpoint, then delete the copies that no rule keeps.
 
         Where the store is slower than the saves, the newest is copied next. What fails is said, and the next one is tried.
 
@@ -510,7 +510,7 @@ class Mirror:
             self._begin()
 
     def catch_up(self) -> None:
-        """Begin to copy what is here, has no copy and would stay: the newest first, and what is committed meanwhile before."""
+        """Start to copy the checkpoints that lack a copy and would be kept: newest first, and new ones before them."""
         if found := checkpoints_in(self._folder):
             with self._lock:
                 self._claimed_with = found
@@ -522,7 +522,7 @@ class Mirror:
             self._thread.start()
 
     def close(self) -> None:
-        """Wait until nothing more is to be copied.
+        """Wait until nothing is left to copy.
 
         Raises:
           OSError: when the newest checkpoint could not be.
@@ -534,7 +534,7 @@ class Mirror:
             raise OSError(f"the newest checkpoint is not copied to {self.store}: {error}") from error
 
     def fetch(self, step: int) -> Path:
-        """Bring a copy back into the folder of checkpoints, where it appears whole or not at all.
+        """Download a copy into the folder of checkpoints, where it appears atomically.
 
         Raises:
           ValueError: when it is another run's.
@@ -564,7 +564,7 @@ class Mirror:
                 self._error = None if job.newest else self._error
 
     def _next(self) -> _Job | None:
-        """What is copied now: what was committed last, or else what was there and has no copy."""
+        """The next copy to make: of the checkpoint committed last, else of an older one without a copy."""
         while True:
             with self._lock:
                 found, self._claimed_with = self._claimed_with, {}
@@ -579,7 +579,7 @@ class Mirror:
             self._late = [_Job(found[step], step, late=True, newest=step == max(found)) for step in steps]
 
     def has_all(self, found: dict[int, Path]) -> bool:
-        """Whether each of these checkpoints has a copy, and the newest one of the same save; asked with two requests."""
+        """Whether each of these checkpoints has a copy, and the newest one of the same save; needs two requests."""
         newest, there = max(found), self.copies.steps
         if not set(found) <= set(there):
             return False
@@ -589,7 +589,7 @@ class Mirror:
             return False
 
     def without_copy(self, found: dict[int, Path]) -> list[int]:
-        """Which of these checkpoints are to be copied, the newest first; what hinders to know it is said."""
+        """The checkpoints to copy, newest first; logs why, if that cannot be found out."""
         try:
             self.refuse_others(self.copies.newest)
             said = manifests_in(self._folder)
@@ -610,7 +610,7 @@ class Mirror:
 
 
 class AtUrl:
-    """A URL, and what happens there around saves and restores. The folder beside the run has what is not there yet.
+    """Checkpoints at a URL, and the actions around saves and restores; a local folder holds what is not uploaded yet.
 
     Args:
       store: the URL.
@@ -638,23 +638,23 @@ class AtUrl:
 
     @property
     def known_steps(self) -> list[int]:
-        """`steps` as they were last seen: a store that is away is not asked."""
+        """`steps` as last seen, without asking a store that may be away."""
         return self._known
 
     def said(self) -> dict[int, Manifest]:
-        """What every checkpoint says of its metrics and time, by step."""
+        """The metrics and time of every checkpoint, by step."""
         return self.copies.said()
 
     def name_of(self, step: int) -> str:
-        """The checkpoint of a step, for people."""
+        """The name of a step's checkpoint, for messages."""
         return f"{self}/{name_of(step)}"
 
     def claimed(self) -> None:
-        """In the main process, when the job has become the only writer of the folder."""
+        """In the main process, when the job has become the only writer: remove leftovers of readers."""
         tidy_fetched(self.folder)
 
     def placed(self, step: int) -> None:
-        """In the main process: send a checkpoint that is made; then what else waits, and the rules keep.
+        """In the main process: upload a new checkpoint, then older ones that wait and that the rules keep.
 
         Raises:
           OSError: when it is not at the URL. It stays in the folder, and goes with the next one.
@@ -675,14 +675,14 @@ class AtUrl:
             logger.warning("older checkpoints in %s wait on: %s", self.folder, error)
 
     def committed(self, newest: int) -> None:
-        """In the main process, after that: delete what no rule keeps."""
+        """In the main process, after `placed`: delete what no rule keeps."""
         self.copies.prune([newest])
         self._known = self.copies.steps
 
     def offers(
         self, step: int | str | None, metric: str | None, mode: str, claim: Callable[[], None]
     ) -> Generator[tuple[int, Path], None, None]:
-        """The checkpoints that a restore may take, the best first, each in a folder until the next; all processes get the same.
+        """Yield checkpoints to restore, best first, each as a folder until the next; all processes get the same.
 
         Args:
           step: which one; `"best"`: by the metric; None: any.
@@ -718,7 +718,7 @@ class AtUrl:
             raise DamagedCheckpoint(f"no checkpoint at {self} is intact; the last one tried: {failed}")
 
     def finish(self, *, together: bool, only_restored: bool, claim: Callable[[], None]) -> None:
-        """Send what waits in the folder.
+        """Upload what waits in the folder.
 
         Args:
           together: all processes wait for the main one; False: this one ends with an error, and nothing is sent.
@@ -735,11 +735,11 @@ class AtUrl:
                 logger.warning("checkpoints in %s wait on: %s", self.folder, error)
 
     def _has_leftovers(self) -> bool:
-        """Whether something waits, and nobody lives who will send it."""
+        """Whether checkpoints wait for their upload, and no living process will do it."""
         return not in_use(self.folder / OWNER) and bool(checkpoints_in(self.folder))
 
     def _candidates(self, step: int | str | None, metric: str | None, mode: str) -> list[tuple[int, bool]]:
-        """Steps to try, in their order, and whether each waits in the folder."""
+        """Steps to try, in order, each with whether it waits in the folder."""
         waiting, there = manifests_in(self.folder), self.said()
         self._known = list(there)
         if step == "best":
@@ -766,7 +766,7 @@ class AtUrl:
         remove(path_of(self.folder, step))
 
     def _send_others(self, sent: int | None) -> None:
-        """Send what has waited since a save that failed, and forget what is there already or no rule keeps."""
+        """Upload checkpoints that wait since a failed save, and delete those already uploaded or kept by no rule."""
         for step, folder in reversed(checkpoints_in(self.folder).items()):
             if step == sent:
                 continue
@@ -783,7 +783,7 @@ class AtUrl:
 
 @contextmanager
 def read_from(url: str, team: Team) -> Iterator[Path]:
-    """The checkpoint of a URL as a folder, as long as this is entered; all processes enter it.
+    """Context in which a URL's checkpoint is available as a folder; all processes enter it.
 
     Raises:
       FileNotFoundError: when there is none.
@@ -797,7 +797,7 @@ def read_from(url: str, team: Team) -> Iterator[Path]:
 
 
 def write_to(url: str, team: Team, write: Callable[[Path], None], *, replace: bool, verify: bool) -> None:
-    """Make a checkpoint in a folder, and send it; all processes call this.
+    """Make a checkpoint in a folder, and upload it; all processes call this.
 
     Args:
       url: its name is the last part.
@@ -851,7 +851,7 @@ def _refuse(copies: Copies, name: str, url: str) -> None:
 def bring_back(
     mirror: Mirror | None, folder: Path, step: int | str | None, team: Team, claim: Callable[[], None]
 ) -> None:
-    """Fetch the newest good copy that is newer than all checkpoints here, or that of a step which is not here.
+    """Download the newest intact copy that is newer than all checkpoints here, or that of a step that is missing here.
 
     Args:
       mirror: the copies, which the main process reads; None: there are none.
@@ -889,7 +889,7 @@ def bring_back(
 
 
 def _missing(mirror: Mirror, folder: Path, step: int | str | None) -> tuple[list[int], bool]:
-    """Steps to fetch, the best first, and whether there is nothing here that would do."""
+    """Steps to fetch, best first, and whether no checkpoint here would serve."""
     mirror.refuse_others(mirror.copies.newest)
     here, there = checkpoints_in(folder), mirror.copies.steps
     if isinstance(step, int):
@@ -905,7 +905,7 @@ def _missing(mirror: Mirror, folder: Path, step: int | str | None) -> tuple[list
 
 
 class InFolder:
-    """A folder, and what happens there around saves and restores.
+    """Checkpoints in a folder, and the actions around saves and restores.
 
     Args:
       folder: of the checkpoints.
@@ -930,20 +930,20 @@ class InFolder:
     known_steps = steps
 
     def said(self) -> dict[int, Manifest]:
-        """What every checkpoint says about itself, by step."""
+        """The manifest of every checkpoint, by step."""
         return manifests_in(self.folder)
 
     def name_of(self, step: int) -> Path:
-        """The checkpoint of a step, for people."""
+        """The name of a step's checkpoint, for messages."""
         return path_of(self.folder, step)
 
     def claimed(self) -> None:
-        """In the main process, when the job has become the only writer: begin to copy what has no copy."""
+        """In the main process, when the job has become the only writer: start to copy what has no copy."""
         if self.mirror is not None:
             self.mirror.catch_up()
 
     def committed(self, newest: int) -> None:
-        """In the main process, after a commit: delete what no rule keeps, and copy what is new."""
+        """In the main process, after a commit: delete what no rule keeps, and copy the new checkpoint."""
         spared = (newest, *(self.mirror.copying if self.mirror else ()))
         for step in self._rules.deletes_of(self.said, spared):
             remove(path_of(self.folder, step))
@@ -953,7 +953,7 @@ class InFolder:
     def offers(
         self, step: int | str | None, metric: str | None, mode: str, claim: Callable[[], None]
     ) -> Generator[tuple[int, Path], None, None]:
-        """The checkpoints that a restore may take, the best first, copies brought back; all processes get the same.
+        """Yield checkpoints to restore, best first, including copies brought back; all processes get the same.
 
         Args:
           step: which one; `"best"`: by the metric; None: any.
@@ -1001,7 +1001,7 @@ class InFolder:
                     logger.warning("checkpoints of %s stay without a copy: %s", self.folder, error)
 
     def _has_leftovers(self) -> bool:
-        """Whether something here has no copy, and nobody lives who will make it."""
+        """Whether a checkpoint here has no copy, and no living process will make one."""
         assert self.mirror is not None
         here = checkpoints_in(self.folder)
         if not here or in_use(self.folder / OWNER) or self.mirror.has_all(here):
@@ -1025,7 +1025,7 @@ def place_of(
     staging: str | os.PathLike | None,
     verify: bool,
 ) -> Place:
-    """The place that a folder or a URL names.
+    """The place for a folder or a URL.
 
     Args:
       given: the folder, or the URL.

@@ -1,4 +1,4 @@
-"""Which of a run's checkpoints stay."""
+"""Retention: which of a run's checkpoints are kept."""
 
 import math
 import operator
@@ -67,7 +67,7 @@ class Retention:
     def deletes_of(
         self, read: Callable[[], Mapping[int, "Manifest"]], spared: Collection[int | None] = ()
     ) -> list[int]:
-        """`deletes` of what checkpoints, or copies of them, say by step; they are read only where some may go."""
+        """`deletes`, from manifests that are read only if something may be deleted."""
         found = read() if self.keep is not None else {}
         best = None if self.best is None else best_of(found, self.best, self.mode or "min")
         return self.deletes({step: said.saved_at for step, said in found.items()}, {*spared, best})
@@ -111,7 +111,7 @@ def best_of(found: Mapping[int, "Manifest"], metric: str, mode: str) -> int | No
 
 
 def means_higher(metric: str) -> bool:
-    """Whether more of a metric is better, as far as its name says.
+    """Whether a metric's name says that a higher value is better, as `accuracy` does.
 
     >>> [means_higher(name) for name in ("valid/top-5-accuracy", "evalF1", "rougeL", "valid_loss", "score_error", "x")]
     [True, True, True, False, False, False]
@@ -122,7 +122,7 @@ def means_higher(metric: str) -> bool:
 
 
 def require_count(name: str, value: Any, otherwise: str = "") -> None:
-    """See that a setting is a whole number of at least 1; NumPy's and JAX's are numbers too.
+    """Check that a setting is a whole number of at least 1; NumPy and JAX integers are accepted.
 
     Raises:
       TypeError: when it is no whole number.
@@ -154,7 +154,7 @@ def seconds_of(duration: float | str) -> float:
 
 
 def _ages(times: Mapping[int, float | None], most: float) -> dict[int, float]:
-    """Seconds from each checkpoint to the newest, whatever clocks did: the sum of the times between neighbours.
+    """The age of each checkpoint in seconds relative to the newest: sums of the times between neighbours, so clocks may jump.
 
     One that is negative counts as nothing (the clock was set back), and each counts for `most` at most (the clock was set
     forward, or the run has lain for a month). So no clock is asked now, and one jump alone makes no checkpoint old. One that

@@ -1,4 +1,4 @@
-"""Saving: staged, sealed, read back; which checkpoints stay, and what comes of a save that fails."""
+"""Saving a checkpoint: staged, sealed, read back; which ones are kept, and how failed saves are handled."""
 
 import contextlib
 import dataclasses
@@ -44,7 +44,7 @@ from axonml_jax.sharding.layout import Leaf
 
 
 def candidates(folder: Path, step: int | str | None, metric: str | None, mode: str) -> list[int]:
-    """Their steps: the one that is asked for, or all of a folder, the newest first.
+    """The steps to try: the one that is asked for, or all of a folder, newest first.
 
     Args:
       folder: the checkpoints'.
@@ -106,7 +106,7 @@ class Failures:
         self._said: set[int] = set()
 
     def fatal(self, error: BaseException | None) -> bool:
-        """Whether there is an error, and one that ends the run at once."""
+        """Whether there is an error that ends the run at once."""
         return error is not None and (self._most == 1 or cause_of(error) is None)
 
     def take(self, error: OSError, tell: bool) -> None:
@@ -139,27 +139,27 @@ class Failures:
         self._said.add(cause)
 
     def passed(self, tell: bool) -> None:
-        """After a good save."""
+        """Reset the count after a good save."""
         if self.in_a_row and tell:
             logger.warning("%s: saved again, after %d that failed", self._folder, self.in_a_row)
         self._last, self.in_a_row = None, 0
         self._said.clear()
 
     def tell(self) -> None:
-        """Raise the error of the newest save where it has failed: nothing comes after it that could pass it over."""
+        """Raise the error of the newest save if it failed: no later save could make up for it."""
         last, self._last = self._last, None
         if last is not None:
             raise last
 
     def _state(self, cause: int) -> str:
-        """What is left, how much room there is, what to do."""
+        """Describe the last good checkpoint, the free space and the remedy."""
         steps = self._steps()
         kept = f"the last good checkpoint is that of step {steps[-1]}" if steps else "there is no good checkpoint yet"
         return f"{kept}; {_room(self._folder)}: {REMEDIES[cause]}"
 
 
 def cause_of(error: BaseException) -> int | None:
-    """The number of the error that made a save fail, if another try may find it gone; else None.
+    """The errno of the error that made a save fail, if another try may succeed; else None.
 
     It is read from the text, which is the same in every process, and which TensorStore's errors have too.
 
@@ -194,7 +194,7 @@ PAST_THE_CACHE = hasattr(os, "posix_fadvise")
 
 
 def read_back(folder: Path, manifest: Manifest) -> None:
-    """Compare all files of a checkpoint with its manifest, as its disk has them.
+    """Compare all files of a checkpoint, read from disk, with its manifest.
 
     What it cannot find: what a disk's own cache, or a server behind a network's file system, answers without asking the
     medium, and what was wrong before it was written. A file system in memory (tmpfs) has no disk to ask.
@@ -219,7 +219,7 @@ def read_back(folder: Path, manifest: Manifest) -> None:
 
 
 def _forget(path: Path) -> None:
-    """Make sure that a file is on disk, and let the page cache drop it."""
+    """Flush a file to disk, and drop it from the page cache."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)  # pages that are not on disk are not dropped
@@ -311,16 +311,16 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether this process has nothing left to do for it."""
+        """Whether this process has finished its part of the save."""
         return not self._thread.is_alive()
 
     @property
     def failure(self) -> BaseException | None:
-        """Why it could not be written, when it is done."""
+        """The error that made the save fail, once it is done; else None."""
         return self._error if self.done else None
 
     def wait(self) -> None:
-        """Until it is committed.
+        """Wait until the save is committed.
 
         Raises:
           OSError: when it could not be written; nothing of it is left then.
@@ -331,7 +331,7 @@ class Saving:
             raise OSError(f"saving {self.folder} failed: {error}") from error
 
     def _make_room(self, replace: bool, begun: Callable[[], None] | None) -> None:
-        """In the main process, before anything is written."""
+        """In the main process, before anything is written: take ownership and check that the folder may be replaced."""
         if self._owner is None:
             self._owner = Ownership(record_of(self.folder), self.folder)
         try:
@@ -367,7 +367,7 @@ class Saving:
             self._links.close()
 
     def _write(self) -> None:
-        """Until all processes have written their arrays; when one cannot, the same error in all."""
+        """Write this process's arrays and wait for all; if one process cannot, all raise the same error."""
         try:
             if self._unstarted is not None:
                 raise self._unstarted
@@ -380,7 +380,7 @@ class Saving:
             raise whole from raised
 
     def _commit(self) -> None:
-        """In the main process, when all arrays of all processes are on disk."""
+        """In the main process, when all arrays of all processes are on disk: write the manifest and rename the folder."""
         error = None
         try:
             if lost := arrays.lacking(self._unfinished / ARRAYS, self._manifest.entries):
@@ -427,12 +427,12 @@ class Saving:
         self._owner.check()
 
     def _let_go(self) -> None:
-        """Of a save that is no manager's, the owner's record is removed."""
+        """Release the owner's record, unless a manager owns it."""
         if self._owner is not None and not self._shared:
             self._owner.release()
 
     def _abandon(self) -> None:
-        """Leave nothing of it, unless what is there has become another process's."""
+        """Remove the unfinished save, unless another process has taken the folder over."""
         if self._team.leads:
             with contextlib.suppress(FolderInUse, OSError):
                 self._check_owner()
@@ -441,7 +441,7 @@ class Saving:
 
 
 def put_in_place(unfinished: Path, folder: Path) -> None:
-    """Give a finished checkpoint its name; one that had it is kept until then, and found by `tidy` after a crash."""
+    """Give a finished checkpoint its name; a former one is kept until then, and found by `tidy` after a crash."""
     old = folder.with_name(folder.name + REPLACED)
     if os.path.lexists(folder):
         _delete(old)
@@ -452,7 +452,7 @@ def put_in_place(unfinished: Path, folder: Path) -> None:
 
 
 def tidy(parent: Path) -> None:
-    """Remove what killed processes have left in a folder of checkpoints, and undo a replacement that was cut off.
+    """Remove leftovers of killed processes from a folder of checkpoints, and undo an interrupted replacement.
 
     Only the folder's owner may; what another process is saving there by itself (`ax.save`) stays.
     """
@@ -470,7 +470,7 @@ def tidy(parent: Path) -> None:
 
 
 def _left_in(parent: Path, ending: str) -> list[Path]:
-    """What was left under names of this ending by a manager, or by an `ax.save` whose record is there, that has ended."""
+    """Leftovers with this name ending, of a manager or a recorded `ax.save` whose process has ended."""
     found = []
     for path in parent.glob("*" + ending):
         whole = path.with_name(path.name.removesuffix(ending))
@@ -480,20 +480,20 @@ def _left_in(parent: Path, ending: str) -> list[Path]:
 
 
 def _may_be_replaced(path: Path) -> bool:
-    """Whether nothing of somebody's is lost: there is a checkpoint, a link, of which that alone goes, or nothing."""
+    """Whether a path can be replaced without loss: a checkpoint, a link (which alone is removed), an empty folder or nothing."""
     if path.is_symlink() or not path.exists():
         return True
     return path.is_dir() and ((path / NAME).is_file() or not any(path.iterdir()))
 
 
 def _is_leftover(folder: Path) -> bool:
-    """Whether a folder has nothing in it but what a save makes there."""
+    """Whether a folder contains nothing but what a save creates."""
     own = lambda name: name in (NAME, _ROOM_FILE) or name.startswith(ARRAYS)
     return _may_be_replaced(folder) or (folder.is_dir() and all(own(path.name) for path in folder.iterdir()))
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint; one that is half deleted when the process dies is none any more."""
+    """Delete a checkpoint; one that is half deleted when the process dies no longer counts as one."""
     doomed = folder if folder.name.endswith(SAVING) else folder.with_name(folder.name + SAVING)
     if doomed != folder:
         _delete(doomed)
@@ -502,7 +502,7 @@ def remove(folder: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """A folder with all that is in it; of a link to one the link, and not what it leads to."""
+    """Delete a folder with its contents; of a link only the link."""
     if path.is_symlink() or path.is_file():
         with contextlib.suppress(OSError):
             path.unlink()
@@ -523,7 +523,7 @@ def take_over(parent: Path, damaged: list[Path]) -> Ownership:
 
 
 def put_aside(folders: list[Path], ending: str = DAMAGED) -> None:
-    """Keep checkpoints that count no more under other names, for inspection; the list is empty then."""
+    """Rename checkpoints that no longer count, to keep them for inspection; empties the list."""
     while folders:
         aside = folders[0].with_name(folders[0].name.removesuffix(REPLACED) + ending)
         if aside.exists():
@@ -534,7 +534,7 @@ def put_aside(folders: list[Path], ending: str = DAMAGED) -> None:
 
 
 def abandon_from(parent: Path, step: int) -> None:
-    """Put aside the checkpoints that a run has left behind which went back, before it saves at a step of theirs or a lower one.
+    """Before a save at a step, set aside the checkpoints of this and later steps, from which the run went back.
 
     So the highest step of a folder is the one that was written last, whatever clocks say.
     """
@@ -551,7 +551,7 @@ WENT_BACK = (
 
 
 def _make_empty(folder: Path) -> None:
-    """Make a folder and write a little into it: on a disk that is full already no process begins."""
+    """Make a folder and write a little into it, so that a full disk fails before any process starts to write."""
     own = is_own_name(folder.name.removesuffix(SAVING)) or _is_leftover(folder)
     if folder.is_symlink() or folder.is_file() or not own:
         kind = "link" if folder.is_symlink() else "file" if folder.is_file() else "folder"
@@ -570,5 +570,5 @@ def _make_empty(folder: Path) -> None:
 
 
 def record_of(folder: Path) -> Path:
-    """Who saves this one checkpoint is said beside it: the folder itself is renamed meanwhile."""
+    """The path of a checkpoint's owner record, beside it, because the folder itself is renamed in a save."""
     return folder.with_name(f"{folder.name}.{OWNER}")

@@ -78,7 +78,7 @@ def generate(
 def follow(
     model: ParallelModel, width: int, starts: np.ndarray | None = None, *, in_pieces: bool = False
 ) -> Iterator[models.Cached | models.Windowed]:
-    """What gives the logits [b, v] after a growing text [b, s], of at most so many positions at once, in eval mode.
+    """Yield an object that computes the logits [b, v] after a growing text [b, s] in eval mode, of at most `width` positions.
 
     Args:
       model: a causal one.
@@ -94,7 +94,7 @@ def follow(
 
 @contextmanager
 def evaluating(model: ParallelModel) -> Iterator[None]:
-    """The model in evaluation mode, and then in the mode that it was in."""
+    """Puts the model into evaluation mode for the block, and back into its former mode afterwards."""
     before, model._mode = model._mode, False
     try:
         yield
@@ -103,7 +103,7 @@ def evaluating(model: ParallelModel) -> Iterator[None]:
 
 
 def even_logits(model: ParallelModel) -> Callable[[np.ndarray], jax.Array]:
-    """The model's call for any number of prompts: as many more as divide over the batch axes, which are dropped again.
+    """Wrap the model's call for any number of prompts: it is padded to a multiple of the batch axes, and the padding dropped.
 
     Where positions are split, with as many more behind each as divide; a causal model does not see them.
     """

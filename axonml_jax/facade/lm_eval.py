@@ -26,7 +26,7 @@ LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_token
 
 @dataclass(frozen=True)
 class Asked:
-    """How a text shall go on.
+    """The options of a generation request: where the text stops, how long it may be and how tokens are drawn.
 
     Attributes:
       until: words that end it, and are no part of it.
@@ -40,7 +40,7 @@ class Asked:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], default_length: int) -> "Asked":
-        """What a request's options mean; without `do_sample` the most likely token is taken.
+        """Parse a request's options; without `do_sample` the most likely token is taken.
 
         >>> Asked.of({"until": "END", "max_gen_toks": 5, "temperature": 0.7}, 256)
         Asked(until=('END',), length=5, sampling=Sampling(temperature=0.0, top_k=None, top_p=None))
@@ -104,14 +104,14 @@ SHORTEST = 32
 
 
 class Row(NamedTuple):
-    """Tokens, of which the last `scored` are asked for: each given all before it."""
+    """Tokens, of which the last `scored` are scored: each given all tokens before it."""
 
     tokens: Sequence[int]
     scored: int
 
 
 class Score(NamedTuple):
-    """The log-likelihood of a row's scored tokens together, and whether each was the most likely one."""
+    """The total log-likelihood of a row's scored tokens, and whether each was the most likely one."""
 
     loglikelihood: float
     greedy: bool
@@ -144,7 +144,7 @@ def score_rows(model: ParallelModel, rows: Sequence[Row], *, batch_size: int, lo
 
 
 def windows(tokens: Sequence[int], prefix: int, longest: int) -> Iterator[Row]:
-    """A text of any length as rows in which every token is scored once, given as many before it as fit.
+    """Split a text of any length into rows in which every token is scored once, given as many tokens before it as fit.
 
     The first row begins with the prefix, and the last one is full where the text is long enough.
 
@@ -159,7 +159,7 @@ def windows(tokens: Sequence[int], prefix: int, longest: int) -> Iterator[Row]:
 
 
 def _batches(rows: Sequence[Row], size: int) -> list[list[int]]:
-    """Numbers of rows, the longest first, so that memory runs out at once or never."""
+    """Split row numbers into batches, the longest rows first, so that memory runs out at once or never."""
     order = sorted(range(len(rows)), key=lambda n: -len(rows[n].tokens))
     return [order[start : start + size] for start in range(0, len(order), size)]
 
@@ -228,7 +228,7 @@ class EvaluatedModel:
 
     @property
     def tokenizer_name(self) -> str:
-        """What tells the tokenizer from another, for caches of requests."""
+        """The fingerprint that identifies the tokenizer in caches of requests."""
         return self.tokens_of.fingerprint
 
     @no_mesh_around()
@@ -278,7 +278,7 @@ class EvaluatedModel:
         return texts
 
     def _written(self, prompts: Sequence[Sequence[int]], asked: Asked) -> Iterator[str]:
-        """What follows prompts of one length."""
+        """Generate the texts that follow prompts of one length."""
         texts = [Continuation(self.tokens_of, prompt, asked.until, self._end) for prompt in prompts]
 
         def after_token(tokens: np.ndarray) -> bool:
@@ -353,7 +353,7 @@ def lm_eval_model(
     max_gen_toks: int = 256,
     seed: int = 0,
 ) -> Any:
-    """A model for `lm_eval.simple_evaluate(model=..., tasks=[...])`, evaluated under the plan that it rests under.
+    """Wrap a model for `lm_eval.simple_evaluate(model=..., tasks=[...])`, evaluated under the plan that it is placed by.
 
     Several processes all run the evaluation, each with all requests, and all get its results.
 

@@ -83,7 +83,7 @@ if TYPE_CHECKING:  # what models and trainers are made of is imported when one i
 
 
 class Handed:
-    """An NNX module that a user holds beside a parallel model, which has copies of its arrays and does not see it change.
+    """Watches an NNX module that a user keeps beside a parallel model, which trains copies of its arrays.
 
     Args:
       module: given to the model, or made by it.
@@ -95,7 +95,7 @@ class Handed:
         self._known = {name: id(leaf) for name, leaf in _param_leaves(module).items()}
 
     def tell(self, variables: Variables) -> None:
-        """Warn of parameters that were changed in the module, where this process sees that the model has other values."""
+        """Warn of parameters that were changed in the module, where this process can see that the model's values differ."""
         if (module := self._module()) is None:
             return
         own = named_leaves(variables.params) | named_leaves(variables.frozen)
@@ -113,7 +113,7 @@ def _param_leaves(module: nnx.Module) -> dict[str, Any]:
 
 
 def _differ(new: Any, own: Any) -> bool:
-    """Whether a whole array has other values than the first part here of one of its shape; False where that is not seen."""
+    """Whether `new` differs from this process's first shard of `own`; False if it cannot be read here."""
     if not isinstance(new, jax.Array) or not new.is_fully_addressable or new.shape != own.shape:
         return False
     part = own.addressable_shards[0]
@@ -121,7 +121,7 @@ def _differ(new: Any, own: Any) -> bool:
 
 
 class SavedModel(abc.ABC):
-    """The part of a parallel model that gives its arrays away and takes them back.
+    """The part of a parallel model that lends its arrays to steps and checkpoints, and takes new ones.
 
     Attributes:
       loads: how often its parameters were loaded; a trainer's moving average then begins anew.
@@ -146,7 +146,7 @@ class SavedModel(abc.ABC):
 
     @property
     def stacked_dims(self) -> Mapping[str, int]:
-        """How many first dims of a parameter number layers (of a stack) or experts, by path: what is left is one layer's own.
+        """Number of leading dims of each parameter, by path, that count stacked layers or experts; the rest is one layer's own.
 
         A mask of matrices asks it: `np.ndim(leaf) - model.stacked_dims.get(path, 0) > 1`.
         """
@@ -154,12 +154,12 @@ class SavedModel(abc.ABC):
 
     @property
     def hollow(self) -> bool:
-        """Whether the model was given as shapes and nothing was loaded yet: its arrays are zeros."""
+        """Whether the model was given as shapes and no values were loaded yet: its arrays are placeholders of zeros."""
         return self.variables is self._hollow
 
     @property
     def values(self) -> Variables:
-        """The variables, to be computed with.
+        """The variables, for computing; warns if the user's own module was changed since.
 
         Raises:
           ValueError: when the model was given as shapes and has none yet.
@@ -174,7 +174,7 @@ class SavedModel(abc.ABC):
         return self.variables
 
     def read_outside(self, constants: Iterable[Any]) -> set[str]:
-        """Paths of parameters that a program has as constants: arrays of the module given to the model, or of its `module`."""
+        """Paths of the model's parameters that appear among a program's constants, as arrays of a module that the user holds."""
         arrays = {id(value) for value in constants}
         if not arrays:
             return set()
@@ -183,11 +183,11 @@ class SavedModel(abc.ABC):
 
     @abc.abstractmethod
     def give_up(self) -> Variables:
-        """The variables, to be donated."""
+        """Return the variables for a program that donates their buffers."""
 
     @no_mesh_around()
     def checkpoint_leaves(self) -> dict[str, Leaf]:
-        """The variables, named as in `state_dict` behind `model/`."""
+        """The variables as checkpoint leaves, named as in `state_dict` behind the prefix `model/`."""
         return variable_leaves(self._functional, self.variables, self._rest)
 
     @no_mesh_around()
@@ -204,7 +204,7 @@ class SavedModel(abc.ABC):
 
     @cached_property
     def _accept(self) -> Callable[[Any], None] | None:
-        """What may refuse a compiled program of the model."""
+        """A check that may refuse a compiled program of the model (see `would_hang`), or None."""
         from axonml_jax.ledger.memory import would_hang
 
         return would_hang(self._placement, self.mesh)
@@ -227,7 +227,7 @@ class AveragedParams:
         self._names = {name: MODEL + view.param_prefix + name for name in named_leaves(view.shapes.params)}
 
     def checkpoint_leaves(self) -> dict[str, Leaf]:
-        """The parameters."""
+        """The trained parameters as checkpoint leaves."""
         leaves = self._model.checkpoint_leaves()
         return {name: leaves[whole] for name, whole in self._names.items()}
 
@@ -243,7 +243,7 @@ class AveragedParams:
 
 
 def state_dict(model: Functional, variables: Variables) -> dict[str, Any]:
-    """Whole NumPy arrays by path name, parameters first."""
+    """Return all variables, unsharded, as NumPy arrays by path name, parameters first."""
     host = to_host(variables)
     return named_variables(model, host)
 
@@ -251,7 +251,7 @@ def state_dict(model: Functional, variables: Variables) -> dict[str, Any]:
 def load_state_dict(
     model: Functional, variables: Variables, values: dict[str, Any], *, strict: bool
 ) -> tuple[Variables, list[str], list[str]]:
-    """New whole variables from values by path name; nothing is changed in place.
+    """Build new variables from unsharded values by path name; nothing is changed in place.
 
     Returns:
       (variables, missing names, unexpected names).
@@ -297,7 +297,7 @@ def _replaced(model: Functional, variables: Variables, values: dict[str, Any]) -
 
 
 def fitted(given: PyTree, held: PyTree, rule: str) -> PyTree:
-    """A given tree in the structure and dtypes of the one we hold; leaves are matched by path name.
+    """Convert a given tree to the structure and dtypes of the one we hold; leaves are matched by path name.
 
     Raises:
       ValueError: the rule, and every leaf that is missing, unexpected, of another shape or dtype, or deleted.
@@ -400,7 +400,8 @@ class Trainer(Generic[M]):
     @property
     @no_mesh_around()
     def state(self) -> TrainState:
-        """Everything the run is between two steps; the next step gives its buffers up, `jax.tree.map(jnp.copy, ...)` keeps one.
+        """Everything that the run is between two steps; the next step donates its buffers, `jax.tree.map(jnp.copy, ...)` keeps
+        one.
 
         Assigning one (of this trainer or of another like it, on the devices or on the host) continues from a copy of it.
 
@@ -456,7 +457,8 @@ class Trainer(Generic[M]):
 
     @property
     def recompute(self) -> Any:
-        """What the backward recomputes: the plan's `remat`, or what was chosen within its `memory` for the last step.
+        """The recomputation policy of the backward pass: the plan's `remat`, or the choice made within its `memory` for the
+        last step.
 
         What was chosen prints as a table by unit, and `ax.Plan(remat=...)` and configurations take it (`to_dict()`).
         """
@@ -492,7 +494,7 @@ class Trainer(Generic[M]):
     @property
     @no_mesh_around()
     def step_number(self) -> int:
-        """Updates made so far; the first time after a restore every process must ask."""
+        """Number of updates made so far; the first time after a restore every process must ask."""
         if self._made is None:
             self._made = int(np.ravel(to_host(self._state.step))[0])
         return self._made
@@ -504,16 +506,18 @@ class Trainer(Generic[M]):
                 tell(self._callbacks, method, event)
 
     def checkpoint_committed(self, step: int, folder: Path | str) -> None:
-        """Tell callbacks of a checkpoint; a `CheckpointManager` calls it."""
+        """Report a committed checkpoint to the callbacks; a `CheckpointManager` calls it."""
         self._tell("on_save", step=step, path=folder)
 
     def checkpoint_begun(self, wait: Callable[[], None]) -> None:
-        """Know of a save under way, for whose end `finish` waits; a `CheckpointManager` calls it."""
+        """Register a save under way, for whose end `finish` waits; a `CheckpointManager` calls it."""
         if wait not in self._saves:
             self._saves.append(wait)
 
     def finish(self, reason: str = "finished") -> None:
-        """Tell callbacks that the training is over, once, after a save under way; leaving `with trainer:` does it too."""
+        """Tell callbacks once that the training is over, after waiting for a save under way; leaving `with trainer:` does it
+        too.
+        """
         if self._ended:
             return
         self._ended = True
@@ -536,12 +540,12 @@ class Trainer(Generic[M]):
 
     @no_mesh_around()
     def checkpoint_leaves(self) -> dict[str, Leaf]:
-        """Everything in the state by a name that is the same under every plan; what checkpoints hold."""
+        """All arrays of the state by names that are the same under every plan: what checkpoints hold."""
         return self.train_step.state_leaves(self.state)
 
     @no_mesh_around()
     def take_leaves(self, arrays: Mapping[str, Any]) -> None:
-        """Go on from arrays that rest as those of `checkpoint_leaves` do."""
+        """Replace the state by arrays that are placed as those of `checkpoint_leaves` are."""
         before = self.state
         state = self.train_step.state_of_leaves(before, arrays)
         if state.rounds is not None and before.rounds is not None:
@@ -555,12 +559,12 @@ class Trainer(Generic[M]):
 
     @no_mesh_around()
     def resting_arrays(self) -> dict[str, jax.Array]:
-        """Everything in the state by its path in it, as it lies on the devices under this plan."""
+        """All arrays of the state by path, as they are sharded on the devices under this plan."""
         return named_leaves(self.state)
 
     @no_mesh_around()
     def take_resting(self, arrays: Mapping[str, jax.Array]) -> None:
-        """Go on from arrays that lie as those of `resting_arrays` do."""
+        """Replace the state by arrays that are sharded as those of `resting_arrays` are."""
         state, leaves = self.state, [arrays[name] for name in named_leaves(self.state)]
         self._continue(jax.tree.unflatten(jax.tree.structure(state), leaves), restored=True)
 
@@ -606,7 +610,7 @@ class Trainer(Generic[M]):
 
     @no_mesh_around()
     def _compare(self, batch: PyTree) -> None:
-        """Before the first step, and the first after a load or restore: do all processes begin alike?"""
+        """Before the first step, and the first after a load or restore: check that all processes start from the same state."""
         if jax.process_count() > 1:
             from axonml_jax.training.same_everywhere import SameBatches, check_first_step
 
@@ -711,7 +715,7 @@ class Trainer(Generic[M]):
             return found
 
     def predict(self, batches: Iterable[PyTree], predict_fn: Callable[[Any, PyTree], PyTree] | None = None) -> PyTree:
-        """What the model makes of every row of the batches, once, in order: whole NumPy arrays, rows in dim 0.
+        """Run the model on every row of the batches, once, in order; returns unsharded NumPy arrays with rows in dim 0.
 
         In evaluation mode; nothing is changed. Every process must call it, and each gets all rows.
 
@@ -737,7 +741,7 @@ class Trainer(Generic[M]):
 
     @contextmanager
     def averaged(self) -> Iterator[M]:
-        """Within this context the model has the moving average in the place of its parameters: evaluate, generate, export.
+        """Within this context the model holds the moving average instead of its parameters: evaluate, generate, export.
 
         Raises:
           ValueError: when none is kept (`ema`).
@@ -802,7 +806,7 @@ class Trainer(Generic[M]):
 
 
 def _walked(trainer: Trainer, call: str, batches: Iterable[PyTree]) -> Iterable[PyTree]:
-    """Batches under the user's mesh, which all processes must give alike: compared one by one where there are several.
+    """Iterate over batches under the user's mesh; with several processes, check that all give the same batches.
 
     Raises:
       ValueError: for a loader without end.
@@ -820,21 +824,21 @@ def _walked(trainer: Trainer, call: str, batches: Iterable[PyTree]) -> Iterable[
 
 
 def _replicas_anew(trainer: Trainer, state: TrainState) -> TrainState:
-    """A state whose replicas have the outer parameters; all else stays."""
+    """Return the state with every replica's parameters reset to the outer parameters; all else stays."""
     first = trainer.train_step.at_rest.kept["rounds"].first(state.params, trainer.model.mesh)
     return state.keeping(rounds=replace(state.rounds, own=first.own))
 
 
 @no_mesh_around()
 def _look_at(trainer: Trainer, norm: jax.Array, batch: PyTree) -> None:
-    """See `_tell_unread`, of the first step; this waits for that step, and is asked of no other."""
+    """Run `_tell_unread` for the first step, with its gradient norm; this waits for that step to finish."""
     zero, shapes = not any(np.any(np.asarray(shard.data)) for shard in norm.addressable_shards), _shapes(batch)
     traced = trainer.train_step.as_written(trainer.state, shapes) if trainer.model._held_outside else None
     _tell_unread(trainer, traced, shapes, zero=zero)
 
 
 def _tell_unread(trainer: Trainer, traced: Any, shapes: PyTree, *, zero: bool) -> None:
-    """Say it when gradients are zero everywhere, and when the loss reads trained parameters from outside alone.
+    """Warn when all gradients are zero, and when the loss reads trained parameters only from outside of the model it is given.
 
     Args:
       trainer: whose loss it is.
@@ -869,7 +873,7 @@ def _tell_unread(trainer: Trainer, traced: Any, shapes: PyTree, *, zero: bool) -
 
 
 def _of_arrays(model: Any, batch: PyTree) -> PyTree:
-    """What a prediction is where nobody says it."""
+    """The default `predict_fn`: call the model on a batch that is a single array."""
     if isinstance(batch, Mapping | tuple | list):
         raise TypeError(
             "trainer.predict cannot tell which part of a batch the model takes: give "
@@ -883,7 +887,7 @@ def _shapes(batch: PyTree) -> PyTree:
 
 
 def _plan_of(model: Any, view: Functional, given: Any, params: PyTree | None, split: PyTree) -> Plan:
-    """The plan of a model for which none is given: as it is annotated, where that names axes of the mesh.
+    """The default plan of a model: the one that its annotations imply, if they name axes of the mesh.
 
     Layers that split themselves have said all there is to say; and names that only rules would explain count for nothing on a
     mesh that splits nothing but batches.
@@ -906,7 +910,7 @@ def _plan_of(model: Any, view: Functional, given: Any, params: PyTree | None, sp
 
 
 def _no_tree(model: Any, *_: Any) -> Any:
-    """What JAX and Flax ask of a model that is given to their own transforms and optimizers."""
+    """Raise a TypeError when JAX or Flax transforms and optimizers treat a parallel model as a Flax module."""
     raise TypeError(
         f"an ax.{type(model).__name__} is not a Flax module, so JAX and nnx (jit, value_and_grad, Optimizer, state, split) "
         "find no arrays in it: train it by trainer = model.trainer(optax.adamw(1e-3), loss_fn) and trainer.step(batch), or "
@@ -1031,7 +1035,7 @@ class ParallelModel(SavedModel):
 
     @property
     def plan(self) -> Plan:
-        """The plan, with every default decided."""
+        """The plan, with every automatic choice made."""
         return self._placement.plan
 
     @property
@@ -1044,7 +1048,7 @@ class ParallelModel(SavedModel):
     @property
     @no_mesh_around()
     def module(self) -> Any:
-        """The Flax module with the current, whole parameters in device memory (a new one; changing it changes nothing here).
+        """A new Flax module with the current, unsharded parameters in device memory; changing it does not change this model.
 
         Where ranks keep parameters of their own, the first rank's.
         """
@@ -1055,7 +1059,7 @@ class ParallelModel(SavedModel):
         )
 
     def _remembered(self, module: Any, what: str) -> Any:
-        """The module; if it is changed before the model is used again, that is said (see `Handed`)."""
+        """Return the module, and watch it, to warn if it is changed before the model's next use (see `Handed`)."""
         if isinstance(module, nnx.Module):
             self._handed.append(Handed(module, what))
             self._held_outside[id(module)] = module
@@ -1063,7 +1067,7 @@ class ParallelModel(SavedModel):
 
     @no_mesh_around()
     def parameters(self) -> PyTree:
-        """The trained parameters as a nest of dicts, sharded as they rest, in device memory.
+        """The trained parameters as a nested dict, sharded as they are stored, in device memory.
 
         Under NO_SYNC they are stacked by model along dim 0.
         """
@@ -1090,7 +1094,7 @@ class ParallelModel(SavedModel):
 
     @no_mesh_around()
     def state_dict(self) -> dict[str, Any]:
-        """All variables, whole, as NumPy arrays by path name (every process must call it)."""
+        """All variables, unsharded, as NumPy arrays by path name (every process must call it)."""
         return state_dict(self._functional, self.whole())
 
     @no_mesh_around()
@@ -1140,7 +1144,7 @@ class ParallelModel(SavedModel):
 
     @no_mesh_around()
     def give_up(self) -> Variables:
-        """The variables, to be donated: copies where the user may hold the arrays themselves."""
+        """Return the variables for a program that donates their buffers: copies, if the user may hold the arrays."""
         if self._lent:
             self.variables = copies(self.values)
             self._lent = False
@@ -1148,7 +1152,7 @@ class ParallelModel(SavedModel):
 
     @no_mesh_around()
     def whole(self) -> Variables:
-        """The variables without padding; where ranks keep their own, the first rank's."""
+        """The variables without padding; where ranks train their own parameters, the first rank's."""
         return self._rest.whole(self.values, self.mesh)
 
     # Mode
@@ -1236,7 +1240,7 @@ class ParallelModel(SavedModel):
         return f
 
     def _compare(self, program: "Differentiate", variables: Variables, key: jax.Array, batch: PyTree) -> None:
-        """Do all processes begin alike, before a loop's first gradients and the first after a load? After its first update?"""
+        """Check that processes agree: before a loop's first gradients, after a load, and after its first update."""
         from axonml_jax.training.same_everywhere import SameBatches, check_first_gradients, check_first_update
 
         self._same = self._same or SameBatches(self.mesh, "value_and_grad").sometimes
@@ -1302,7 +1306,7 @@ class ParallelModel(SavedModel):
         return handed_back((clipped if self.plan.pipe else self._outside(clipped), norm))
 
     def _outside(self, params: PyTree) -> PyTree:
-        """Parameters or gradients as users see them: without padding."""
+        """Convert parameters or gradients to the user's view: without padding."""
         return self._rest.outside(params, self.mesh)
 
     @naming_options

@@ -95,7 +95,9 @@ def masked_statistics(x: jax.Array, mask: jax.Array, feature_axis: Any, axes: An
 
 
 def _joined(own: Any, axes: tuple[str, ...], sum_over_ranks: Sum) -> tuple[tuple[str, ...], Sum] | None:
-    """What a BatchNorm joins, and how: `axes`, beside that of a `vmap` which it names; None: it names a mesh axis itself."""
+    """The axes over which a BatchNorm averages, `axes` and its `vmap` axes, and by which sum; None if it names a mesh axis
+    itself.
+    """
     names = () if own is None else tuple(own) if isinstance(own, list | tuple) else (own,)
     if {*axes, *manual_axes()} & {*names}:
         return None
@@ -179,7 +181,7 @@ def _linen_call(module: linen.BatchNorm, call: Callable, args: Any, kwargs: dict
 
 @contextmanager
 def _set(module: linen.Module, name: str, value: Any) -> Iterator[None]:
-    """Another value for a field of a Linen module, which is frozen, for the length of a call."""
+    """Temporarily set a field of a frozen Linen module, for the length of a call."""
     before = getattr(module, name)
     object.__setattr__(module, name, value)
     try:

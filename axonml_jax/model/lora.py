@@ -1,4 +1,4 @@
-"""Adapters of low rank beside a model's kernels, the kernels in int8, and the view of both."""
+"""Low-rank adapters (LoRA) for a model's kernels, kernels stored as int8, and the functional view of both."""
 
 import math
 import re
@@ -89,7 +89,7 @@ def dequantized(matrix: Any, scales: Any, sides: Sides = MATRIX) -> Any:
 
 
 def _inputs(sides: Sides) -> tuple[int, ...]:
-    """The dims of one column, from behind: however many stacks there are."""
+    """Negative indices of a matrix's input dims, which hold for any number of stacked matrices."""
     return sides.dims("i", behind=-len(sides.roles))
 
 
@@ -141,7 +141,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """How often the product of the adapters counts."""
+        """The factor of the adapters' product, alpha / rank."""
         return self.alpha / self.rank
 
     def chosen(
@@ -197,7 +197,7 @@ class Lora:
 
 
 def _sides(name: str, shapes: Mapping[str, Any], stacked: int, layer: Sides | None, listed: bool) -> Sides | str:
-    """The dims of a target as its layer, its metadata, `stacked` or its bias tell them, or why they do not."""
+    """Find which dims of a target are stacked, input and output: from its layer, metadata, `stacked` or bias; or say why not."""
     count = len(shapes[name].shape)
     if layer is None or (not layer.stacked and layer.roles == "io"):
         if listed:
@@ -218,7 +218,7 @@ def _sides(name: str, shapes: Mapping[str, Any], stacked: int, layer: Sides | No
 
 @dataclass(frozen=True)
 class LoraModel(ModelAround):
-    """A model and its adapters: what `ax.lora` returns, and every facade takes in the place of a model."""
+    """A model and its adapters: what `ax.lora` returns, and every facade accepts as a model."""
 
     model: Any
     lora: Lora
@@ -231,7 +231,7 @@ class LoraModel(ModelAround):
             )
 
     def view(self, params: PyTree | None, trainable: Trainable) -> tuple[Functional, Variables]:
-        """The model's view, with adapters."""
+        """The model's functional view, with adapters."""
         return lora_functional(*functionalize(self.model, params), self.lora, trainable)
 
 
@@ -372,7 +372,7 @@ class Adapter:
 
     @property
     def added(self) -> tuple[str, ...]:
-        """The paths of all that is no parameter of the model itself."""
+        """The paths of all leaves that this adapter adds to the model's parameters."""
         return (self.a, self.b) if self.column_scales is None else (self.a, self.b, self.column_scales)
 
 
@@ -422,7 +422,7 @@ def _adapter(lora: Lora, name: str, sides: Sides) -> Adapter:
 
 
 def _int8(frozen: PyTree, chosen: Mapping[str, Sides]) -> PyTree:
-    """Frozen parameters, of which those that are chosen rest as int8, with their scales beside them.
+    """Store the chosen frozen parameters as int8, with their scales beside them.
 
     Raises:
       ValueError: naming those that train, and therefore are no frozen ones.
@@ -461,7 +461,7 @@ class LoraFunctional(Functional):
 
     @property
     def stacked_dims(self) -> Mapping[str, int]:
-        """The model's, and those of what is beside its stacks: adapters, and the scales of an int8 base."""
+        """The wrapped model's stacked dims, and those of the leaves beside its stacks: adapters, and scales of an int8 base."""
         beside = {
             path: own.sides.stacked for name, own in self._adapters.items() for path in (*own.added, scales_name(name))
         }
@@ -485,7 +485,7 @@ class LoraFunctional(Functional):
         return Variables(unflatten_dict(own), {}, variables.state)
 
     def module(self, variables: Variables) -> Any:
-        """What the user gave, with these arrays in it, merged."""
+        """The user's module with these arrays in it, adapters merged."""
         return self._base.module(self.merged(variables))
 
     def state_of(self, bound: Any) -> PyTree:
@@ -498,27 +498,27 @@ class LoraFunctional(Functional):
         return self._base.abstract_module
 
     def module_types(self) -> Mapping[str, type]:
-        """The model's."""
+        """Delegate to the wrapped model."""
         return self._base.module_types()
 
     def declares(self, attribute: str) -> bool:
-        """The model's."""
+        """Delegate to the wrapped model."""
         return self._base.declares(attribute)
 
     def synchronized(self) -> Callable[[str], bool]:
-        """The model's."""
+        """Delegate to the wrapped model."""
         return self._base.synchronized()
 
     def batch_statistics(self) -> Callable[[str], bool]:
-        """The model's."""
+        """Delegate to the wrapped model."""
         return self._base.batch_statistics()
 
     def state_joins(self) -> Mapping[str, Join]:
-        """The model's."""
+        """Delegate to the wrapped model."""
         return self._base.state_joins()
 
     def after_update(self, state: PyTree) -> PyTree:
-        """The model's."""
+        """Delegate to the wrapped model."""
         return self._base.after_update(state)
 
 
@@ -527,5 +527,5 @@ def _name(path: tuple) -> str:
 
 
 def _beside(path: tuple, name: str) -> tuple:
-    """The path of the leaf of another name beside a leaf, whose own path is given."""
+    """The path of a leaf with another name in the same module as the leaf at `path`."""
     return (*path[:-1], name.rpartition("/")[2])

@@ -37,7 +37,7 @@ class WeightedMean:
 
     @property
     def value(self):
-        """total / weight; 0 where the weight is."""
+        """The mean, `total / weight`; 0 where the weight is 0."""
         return per_weight(self.total, self.weight)
 
 
@@ -64,7 +64,7 @@ TRACED = (
 
 
 class Loss(NamedTuple):
-    """A loss and its metrics as sums: what is added up over ranks and microbatches before the one division.
+    """A loss and its metrics as sums, which are added up over ranks and microbatches before the one division.
 
     `weight` is None for a plain mean: every rank and microbatch then counts the same.
     """
@@ -109,7 +109,8 @@ def parse_loss(returned: Any, positions: tuple[str, ...] = ()) -> Loss:
 
 
 def of_batch(loss_fn: Any) -> Any:
-    """A loss of the model and one batch: itself, or of a `loss_fn(model, x, y)` one that takes the batch `(x, y)`.
+    """Return a loss of `(model, batch)`: the function itself, or for a `loss_fn(model, x, y)` one that takes the batch `(x,
+    y)`.
 
     Raises:
       TypeError: for one that wants more than a model and a batch give.
@@ -141,7 +142,7 @@ def of_batch(loss_fn: Any) -> Any:
 
 
 def of_arrays(loss_fn: Any) -> str | None:
-    """What to say where a loss failed that calls the model it is given parameters; None: it does not."""
+    """An explanation for a failed loss whose first argument is named like parameters, not a model; None for any other."""
     try:
         first = next(iter(inspect.signature(loss_fn).parameters), "")
     except (TypeError, ValueError):
@@ -155,25 +156,25 @@ def of_arrays(loss_fn: Any) -> str | None:
 
 
 def one_batch(parts: tuple) -> Any:
-    """What a step was called with as one batch: `step(batch)`, or `step(x, y)`; tensors of other frameworks as arrays."""
+    """Combine a step's arguments into one batch, `step(batch)` or `step(x, y)`; tensors of other frameworks become arrays."""
     return host_arrays(parts[0] if len(parts) == 1 else parts)
 
 
 def is_weighted(returned: Any) -> bool:
-    """Whether what a `loss_fn` returned is `WeightedMean`s alone: sums over the rows that it was given, whichever these are."""
+    """Whether a `loss_fn` returned only `WeightedMean`s: sums that are exact for any subset of the rows."""
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     return isinstance(metrics, Mapping) and not _plain(loss, metrics)
 
 
 def weighted_names(returned: Any) -> dict[str, bool]:
-    """By name, the loss among them, whether what a `loss_fn` returned is a `WeightedMean`."""
+    """Map the loss and each metric by name to whether the `loss_fn` returned it as a `WeightedMean`."""
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     named = {name: leaf.value for name, leaf in _flat(metrics).items()} if isinstance(metrics, Mapping) else {}
     return {name: isinstance(value, WeightedMean) for name, value in {"loss": loss, **named}.items()}
 
 
 def _plain(loss: Any, metrics: Mapping) -> list[str]:
-    """What is no `WeightedMean`."""
+    """Names of the loss and metrics that are not a `WeightedMean`."""
     named = {"its loss": loss} | {f"metric {name!r}": leaf.value for name, leaf in _flat(metrics).items()}
     return [name for name, value in named.items() if not isinstance(value, WeightedMean)]
 
@@ -273,7 +274,7 @@ class Precision:
             raise ValueError(f"Precision: {'; '.join(problems)}; give names such as 'float32' or 'bfloat16', or None")
 
     def _products_problems(self) -> Iterator[str]:
-        """What is wrong with the rounding of products; patterns become a tuple."""
+        """Yield problems with `products` and `products_kept`; sets `products_kept` to a tuple."""
         given = (self.products_kept,) if isinstance(self.products_kept, str) else self.products_kept
         if not isinstance(given, list | tuple):
             yield f"products_kept={given!r} must be regular expressions, in a tuple"
@@ -331,7 +332,7 @@ class Precision:
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients may vanish in the compute dtype's range, so that a training step must scale its loss."""
+        """Whether the compute dtype is float16, whose small range makes a training step scale its loss."""
         return self.compute == "float16"
 
     def cast_param(self, tree: PyTree) -> PyTree:
@@ -357,7 +358,7 @@ class Precision:
         return jnp.dtype(param_dtype if own else self.reduce)
 
     def accumulate_dtype(self, param_dtype) -> Any:
-        """The dtype in which it accumulates."""
+        """The dtype in which the gradient of a parameter of `param_dtype` is accumulated over microbatches."""
         own = jnp.issubdtype(param_dtype, jnp.complexfloating) or not self.accumulate
         return self.reduce_dtype(param_dtype) if own else jnp.dtype(self.accumulate)
 

@@ -80,7 +80,7 @@ def save_safetensors(
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Where to write a file, which then appears under its name whole and on disk; after an error it is as it was.
+    """Yield a temporary path; on success the file is synced and renamed to `path`, on an error `path` stays as it was.
 
     Raises:
       OSError: when somebody's link, folder or pipe stands where it is written; and what writing raises.
@@ -138,7 +138,7 @@ def load_safetensors(path: str | os.PathLike, *models: Any, rename: Rename = Non
 
 
 def _whole(opened: Any, file: Path, name: str) -> np.ndarray:
-    """An array; the package's NumPy side knows no floats of 8 bits, of which the bytes are read here."""
+    """Read an entire array; 8-bit floats, which the package's NumPy side lacks, are read as bytes."""
     part = opened.get_slice(name)
     if part.get_dtype() not in _FLOATS8:
         return opened.get_tensor(name)
@@ -151,7 +151,7 @@ def _whole(opened: Any, file: Path, name: str) -> np.ndarray:
 
 @contextmanager
 def opened_safetensors(file: Path) -> Iterator[Any]:
-    """The package's view of one file.
+    """Open a file by the safetensors package; its errors become a ValueError.
 
     Raises:
       ValueError: saying what is wrong with the file, here or when an array is read.
@@ -166,7 +166,7 @@ def opened_safetensors(file: Path) -> Iterator[Any]:
 
 
 def require_safetensors(what: str) -> None:
-    """Say which extra is missing, for which file or function.
+    """Raise an ImportError that names the missing extra, and the file or function that needs it.
 
     Raises:
       ImportError: without the package safetensors.
@@ -306,7 +306,7 @@ class StoredArrays(Mapping[str, "StoredArray"]):
 
 @dataclass(frozen=True)
 class StoredArray:
-    """One array.
+    """An array in a safetensors file, of which parts are read by slices.
 
     Attributes:
       counts: whose `bytes_read` grows with what is read.
@@ -321,7 +321,7 @@ class StoredArray:
     shape: tuple[int, ...]
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        """A part, from where to where in each dim.
+        """Read a part of the array, given by a slice for each dim.
 
         The file is opened for this alone: what is read of one that stays open counts as memory of the process.
         """
@@ -348,7 +348,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Pending:
-    """An array that is to be written.
+    """An array that `write_shards` is to write.
 
     Attributes:
       name: in the file.
@@ -364,7 +364,7 @@ class Pending:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The size of the array in bytes."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 

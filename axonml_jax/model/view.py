@@ -52,7 +52,7 @@ from axonml_jax.model.loss import Precision
 
 
 def definition_order(model: nnx.Module) -> dict[str, tuple]:
-    """A sort key of every variable's path: the places of the attributes on the way to it, in the order of assignment."""
+    """Map every variable's path to a sort key: the order in which attributes on the way to it were assigned."""
     return {"/".join(path): place for path, place in _walk(model, (), (), set())}
 
 
@@ -78,7 +78,7 @@ def _children(node: Any) -> list[tuple[str, Any]]:
 
 
 def order_of_init(params: Any) -> dict[str, tuple] | None:
-    """A sort key of every parameter's path, read off the dicts that Linen's `init` filled while it called the modules.
+    """Map every parameter's path to a sort key, the order in which Linen's `init` called the modules, read from its dicts.
 
     None where every dict is in alphabetical order: whatever passes `jit`, `eval_shape` or `jax.tree.map` is.
 
@@ -99,7 +99,7 @@ def order_of_init(params: Any) -> dict[str, tuple] | None:
 
 
 def noting_calls(init: Callable[[], Any], found: dict[str, tuple]) -> Callable[[], Any]:
-    """`init` of a Linen module, which leaves in `found` the places of its parameters: by the modules that it calls.
+    """Wrap `init` of a Linen module to store in `found` the order in which it calls the parameters' modules.
 
     Nothing is left where no call is seen, as of a jitted function that is traced already.
     """
@@ -124,7 +124,7 @@ def noting_calls(init: Callable[[], Any], found: dict[str, tuple]) -> Callable[[
 
 
 def unboxed(tree: PyTree) -> PyTree:
-    """Linen's variables without their boxes, as they lie: Flax's own `unbox` moves them where a mesh and rules are around."""
+    """Remove the boxes from Linen variables without moving arrays: Flax's own `unbox` moves them under a mesh and rules."""
 
     def value(leaf: Any) -> Any:
         while isinstance(leaf, linen.meta.AxisMetadata):
@@ -135,7 +135,7 @@ def unboxed(tree: PyTree) -> PyTree:
 
 
 def _called(calls: Mapping[tuple[str, ...], int], path: tuple[str, ...]) -> tuple[int, ...]:
-    """When the modules on the way to a parameter were first called, from the root inwards."""
+    """The order in which the modules on the way to a parameter were first called, from the root inwards."""
     return tuple(calls[path[:end]] for end in range(len(path)) if path[:end] in calls)
 
 
@@ -151,7 +151,7 @@ type of variables, `nnx.All`, `nnx.PathContains` and its like, or a function of 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Variables:
-    """A model's arrays by what happens to them, each a nest of dicts keyed as in the model.
+    """A model's arrays by their role, each role a nested dict keyed as in the model.
 
     Attributes:
       params: trained.
@@ -186,7 +186,7 @@ Made = Callable[[Callable[[], PyTree]], Callable[[], PyTree]]
 
 
 class Functional(abc.ABC):
-    """A model as pure functions: its variables, a model bound to given ones, and what the forward changed.
+    """A model as pure functions: its variables, a model bound to given ones, and the state that a forward pass changed.
 
     Law: `state_of(bind(variables, key, mode))` before any call is `variables.state`.
 
@@ -209,7 +209,7 @@ class Functional(abc.ABC):
     users_specs: tuple[PartitionSpec | None, ...] = ()
 
     def given_on(self, mesh: Any) -> None:
-        """Note what the model was given with in the place of a mesh of ours."""
+        """Record the user's mesh, under which the model was made."""
         self.users_meshes += (mesh.abstract_mesh,) if isinstance(mesh, Mesh) else ()
 
     @property
@@ -219,12 +219,14 @@ class Functional(abc.ABC):
 
     @property
     def stacked_dims(self) -> Mapping[str, int]:
-        """How many first dims of a parameter number layers or experts, by path, where its module says it (see `STACKED`)."""
+        """Number of leading dims of a parameter that count layers or experts, by path, if its module declares it (see
+        `STACKED`).
+        """
         return {}
 
     @property
     def sides(self) -> Mapping[str, Any]:
-        """By which sides of their kernels layers multiply, by path, where they say it (see `model/view.py`)."""
+        """The input and output dims of layers' kernels, by path, if the layers declare them (see `Sides`)."""
         return {}
 
     @property
@@ -248,7 +250,7 @@ class Functional(abc.ABC):
 
     @abc.abstractmethod
     def module(self, variables: Variables) -> Any:
-        """What the user gave, with these arrays in it."""
+        """The user's module with these arrays in it."""
 
     @property
     def abstract_module(self) -> Any:
@@ -261,19 +263,19 @@ class Functional(abc.ABC):
 
     @abc.abstractmethod
     def declares(self, attribute: str) -> bool:
-        """Whether the class of the model, or of a module in it that is known before a call, has an attribute that is true."""
+        """Whether the class of the model, or of a module in it that is known before a call, has this attribute set to true."""
 
     @abc.abstractmethod
     def synchronized(self) -> Callable[[str], bool]:
-        """Whether the state leaf of a path name is made equal on all ranks by `Mode.batch_norm_axes` itself."""
+        """A predicate of path names: whether `Mode.batch_norm_axes` already makes the state leaf equal on all ranks."""
 
     @abc.abstractmethod
     def batch_statistics(self) -> Callable[[str], bool]:
-        """Whether the state leaf of a path name is a statistic of batches, which only training may change."""
+        """A predicate of path names: whether the state leaf is a batch statistic, which only training may change."""
 
     @abc.abstractmethod
     def state_joins(self) -> Mapping[str, Join]:
-        """How state leaves of which ranks have their own join, by path, where a module class says it in `state_joins`.
+        """The join of state leaves that differ between ranks, by path, as module classes declare it in `state_joins`.
 
         Of a Linen module those seen in the calls made so far.
 
@@ -296,7 +298,7 @@ def with_zeros(tree: PyTree) -> PyTree:
 
 
 def is_shape(leaf: Any) -> bool:
-    """Whether a leaf is the shape of an array in its place."""
+    """Whether a leaf is a `jax.ShapeDtypeStruct` instead of an array."""
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
@@ -349,7 +351,7 @@ def selector(trainable: Any) -> Callable[[str], bool]:
 
 
 def is_filter(trainable: Any) -> bool:
-    """Whether it is a filter of NNX variables, of (path, value), and no predicate of path names.
+    """Whether `trainable` is a filter of NNX variables, of (path, value), rather than a predicate of path names.
 
     >>> is_filter(nnx.PathContains("head")), is_filter(lambda path, value: True), is_filter(lambda name: True)
     (True, True, False)
@@ -425,7 +427,7 @@ WORDS = {"stack": "s", "in": "i", "out": "o"}
 
 @dataclass(frozen=True)
 class Sides:
-    """The dims of a parameter, of which the first ones may number matrices.
+    """The roles of a parameter's dims (input or output), of which the first ones may stack matrices.
 
     Attributes:
       stacked: so many first dims number matrices.
@@ -436,7 +438,7 @@ class Sides:
     roles: str = "io"
 
     def dims(self, role: str, behind: int | None = None) -> tuple[int, ...]:
-        """The dims of that role in the parameter, or among those behind the first `behind` ones in the place of the stack's."""
+        """The dims of a role in the parameter, or among those behind its first `behind` dims instead of the stacked ones."""
         first = self.stacked if behind is None else behind
         return tuple(first + k for k, each in enumerate(self.roles) if each == role)
 
@@ -445,7 +447,7 @@ class Sides:
         return tuple(shape[dim] for dim in self.dims(role))
 
     def words(self) -> str:
-        """As `dims` of `ax.lora` says it.
+        """The sides as `dims` of `ax.lora` takes them.
 
         >>> Sides(1, "ioo").words()
         'stack in out out'
@@ -453,7 +455,7 @@ class Sides:
         return " ".join(["stack"] * self.stacked + ["in" if role == "i" else "out" for role in self.roles])
 
     def joined(self, a: Any, b: Any) -> Any:
-        """A B [*stack, ...] as the parameter lies, of A [*stack, *in, r] and B [*stack, r, *out]."""
+        """Multiply A [*stack, *in, r] and B [*stack, r, *out], and order the dims of the product as the parameter's."""
         if self.roles == "io":
             return a @ b
         stack, rank, inputs, outputs = (
@@ -470,7 +472,7 @@ class Sides:
 
 
 def said_sides(words: str) -> Sides | str:
-    """The sides that a text such as "in out out" says, or what is wrong with it.
+    """Parse the sides in a text such as "in out out"; returns them, or the problem with it.
 
     >>> said_sides("stack in out"), said_sides("in in")
     (Sides(stacked=1, roles='io'), "'in in' needs at least one in and one out, and stack only in front")
@@ -531,7 +533,7 @@ def _kernel(module: nnx.Module, sides: Sides) -> str | None:
 
 
 def _of_einsum(text: str) -> Sides | None:
-    """Of the second operand; None where it is no product of a value with a matrix.
+    """The sides of an einsum's second operand; None if it is not a matrix that multiplies the first.
 
     >>> _of_einsum("BSD,CKDH->CBSKH"), _of_einsum("BTNH,NHD->BTD"), _of_einsum("...d,df->...f")
     (Sides(stacked=0, roles='ooio'), Sides(stacked=0, roles='iio'), Sides(stacked=0, roles='io'))
@@ -642,7 +644,7 @@ class LinenFunctional(Functional):
         return self._types
 
     def declares(self, attribute: str) -> bool:
-        """Of the model, and of the modules given to it as fields."""
+        """Whether the class of the model, or of a module given to it as a field, has this attribute set to true."""
         parts = jax.tree.leaves(
             [getattr(self._module, field.name, None) for field in dataclasses.fields(self._module)],
             is_leaf=lambda x: isinstance(x, linen.Module),
@@ -657,15 +659,15 @@ class LinenFunctional(Functional):
         return kept.__contains__
 
     def batch_statistics(self) -> Callable[[str], bool]:
-        """The collection `batch_stats`."""
+        """A predicate of path names: whether the leaf is in the collection `batch_stats`."""
         return lambda name: name.startswith("batch_stats/")
 
     def state_joins(self) -> Mapping[str, Join]:
-        """As the classes of the modules seen so far declare, of variables in any collection."""
+        """The joins that the classes of the modules seen so far declare, for variables in any collection."""
         return declared_joins(linen_kinds(self._types, self._shapes.state), self._shapes.state)
 
     def after_update(self, state: PyTree) -> PyTree:
-        """Nothing: a Linen module has its variables only while it is called.
+        """Return the state unchanged: a Linen module has its variables only while it is called.
 
         Raises:
           ValueError: naming the modules that want to be asked.
@@ -692,7 +694,7 @@ def _streams(key: jax.Array, asked: Iterable[str]) -> dict[str, jax.Array]:
 
 @contextmanager
 def _explained(fixed: bool) -> Iterator[None]:
-    """Say what a call that may change nothing has tried to change."""
+    """Raise an error that names what a call tried to change, where nothing may be changed."""
     try:
         yield
     except flax.errors.ModifyScopeVariableError as error:
@@ -789,7 +791,7 @@ class BoundLinen:
         return f"the model that a loss gets ({type(self._module).__name__} with its variables in it)"
 
     def _evaluating(self, method: Any, args: tuple, kwargs: dict) -> tuple[linen.Module, dict]:
-        """The module and the keywords of a call in evaluation; what becomes another than in training is said once."""
+        """The module and keywords of a call in evaluation; each flag that differs from training is reported once."""
         module, name = self._module, type(self._module).__name__
         fields, given = evaluation_flags(module, method, args, kwargs)
         if fields:
@@ -806,7 +808,7 @@ class BoundLinen:
         return module, kwargs | {flag: value for flag, (value, _) in given.items()}
 
     def _note_dropout(self, module: linen.Dropout, args: tuple, kwargs: dict) -> None:
-        """Say that units are dropped in an evaluation, which some want and most forgot."""
+        """Report that units are dropped in an evaluation, which some want and most forgot."""
         given = kwargs.get("deterministic", args[1] if len(args) > 1 else None)
         if not (module.deterministic if given is None else given) and module.rate:
             path = "/".join(module.path)
@@ -814,15 +816,15 @@ class BoundLinen:
 
     @property
     def is_within(self) -> bool:
-        """Whether a function of JAX's traces this within the loss: what a call changes there does not come out of it."""
+        """Whether the call is traced by a JAX transform inside the loss, where changes of state would be lost."""
         return self._fixed or current_trace() != self._trace
 
     def fix(self) -> None:
-        """Let calls change nothing."""
+        """Forbid calls to change state."""
         self._fixed = True
 
     def _check_kept(self, changed: PyTree) -> None:
-        """Refuse state that grows with every call: a step has as much of it afterwards as before."""
+        """Refuse state that grows with every call: a step must end with the state's structure that it began with."""
         if new := sorted(named_leaves(changed).keys() - named_leaves(self.state).keys()):
             own = sorted({name.partition("/")[0] for name in new})
             raise ValueError(
@@ -840,7 +842,7 @@ class BoundLinen:
 def evaluation_flags(
     module: linen.Module, method: Any, args: tuple, kwargs: dict
 ) -> tuple[dict[str, bool], dict[str, tuple[bool, Any]]]:
-    """What turns a call into evaluation: fields of the module with other values, and arguments with their defaults.
+    """The changes that turn a call into evaluation: new values of module fields, and of arguments with their defaults.
 
     Both are empty where the caller gives such a flag: then the caller decides. An argument that is None by default stays so
     where a field of its name decides (`linen.merge_param`).
@@ -884,7 +886,7 @@ def nnx_functional(model: nnx.Module, trainable: Trainable = None) -> tuple["NNX
 
 
 def _filter(trainable: Any) -> Callable[[Any, Any], bool]:
-    """An NNX filter as Flax reads it.
+    """Resolve an NNX filter as Flax reads it.
 
     Raises:
       TypeError: for what Flax takes for none.
@@ -899,7 +901,7 @@ def _filter(trainable: Any) -> Callable[[Any, Any], bool]:
 
 
 def plain_tree(tree: PyTree) -> PyTree:
-    """Parameters as a nest of dicts: out of an `nnx.State`, and out of Linen's boxes."""
+    """Convert parameters to a nested dict, out of an `nnx.State` or Linen's boxes."""
     if isinstance(tree, nnx.State):
         kept = nnx.filter_state(tree, lambda path, x: isinstance(x, nnx.Param) or not isinstance(x, nnx.Variable))
         tree = nnx.to_pure_dict(kept)
@@ -934,19 +936,19 @@ def deferred_nnx(
 
 
 class Written:
-    """Parameters that model code has other values for after its calls than it was bound to."""
+    """Records the parameters that model code overwrote in its calls."""
 
     def __init__(self) -> None:
         self._given: dict[str, list[Any]] = {}
         self.found: dict[str, Any] = {}
 
     def bind(self, params: Mapping[str, Any]) -> None:
-        """A module was made of these."""
+        """Record the parameters that a module was made with."""
         for name, leaf in params.items():
             self._given.setdefault(name, []).append(leaf)
 
     def note(self, params: Mapping[str, Any]) -> None:
-        """A module has these after its calls."""
+        """Compare a module's parameters after its calls with those it was made with, and record the changed ones."""
         given = self._given
         self.found |= {name: x for name, x in params.items() if all(x is not each for each in given.get(name, [x]))}
 
@@ -956,7 +958,7 @@ _written: ContextVar[Written | None] = ContextVar("written", default=None)
 
 @contextmanager
 def noting_written() -> Iterator[Written]:
-    """Notes in the block what NNX modules write into their parameters."""
+    """Record in the block what NNX modules write into their parameters."""
     token = _written.set(written := Written())
     try:
         yield written
@@ -977,13 +979,13 @@ class NNXFunctional(Functional):
 
     @property
     def stacked_dims(self) -> Mapping[str, int]:
-        """As metadata of its parameters."""
+        """Number of leading stacked dims of each parameter, from its metadata."""
         flat = nnx.to_flat_state(nnx.state(self.abstract_module, nnx.Param))
         return {"/".join(map(str, path)): leaf.get_metadata().get(STACKED, 0) for path, leaf in flat}
 
     @property
     def sides(self) -> Mapping[str, Sides]:
-        """As its layers multiply."""
+        """The sides of kernels, read from the layers that multiply by them."""
         return layer_sides(self.abstract_module)
 
     @property
@@ -1032,7 +1034,7 @@ class NNXFunctional(Functional):
         return any(issubclass(kind, nnx.BatchNorm) for kind in self.module_types().values())
 
     def declares(self, attribute: str) -> bool:
-        """Of all its modules."""
+        """Whether the class of any of its modules has this attribute set to true."""
         return any(getattr(kind, attribute, False) for kind in self.module_types().values())
 
     def synchronized(self) -> Callable[[str], bool]:
@@ -1047,16 +1049,16 @@ class NNXFunctional(Functional):
         return owners.__contains__
 
     def batch_statistics(self) -> Callable[[str], bool]:
-        """Every `nnx.BatchStat`."""
+        """A predicate of path names: whether the leaf is an `nnx.BatchStat`."""
         flat = nnx.to_flat_state(nnx.state(self.abstract_module, nnx.BatchStat))
         return {"/".join(map(str, path)) for path, _ in flat}.__contains__
 
     def state_joins(self) -> Mapping[str, Join]:
-        """As the modules' classes declare."""
+        """The joins that the modules' classes declare."""
         return declared_joins(nnx_kinds(self.abstract_module, self._shapes.state), self._shapes.state)
 
     def after_update(self, state: PyTree) -> PyTree:
-        """The hooks run on a module that holds this state, and shapes in the place of all else."""
+        """Run the hooks on a module with this state, and shapes instead of all other variables."""
         params = merge(self._shapes.params, self._shapes.frozen)
         model = nnx.merge(self.graphdef, params, self._streams, state, copy=True)
         modules = with_hooks(model)
@@ -1166,7 +1168,7 @@ def _is_foreign(leaf: Any) -> bool:
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf is a random key, or several, which NumPy has not."""
+    """Whether a leaf is an array of JAX random keys, which NumPy does not have."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -1189,13 +1191,13 @@ def _words(given: Any) -> str:
 
 
 def refuse_hidden(out: Any) -> None:
-    """Refuse what the model returned, within its trace, where JAX does not see all arrays in it."""
+    """Refuse outputs of the model, within its trace, that hold arrays where JAX does not find them."""
     if hidden := hidden_arrays(out):
         raise TypeError(hidden_words(hidden))
 
 
 def hidden_arrays(out: Any, given: Sequence[Any] = ()) -> dict[int, str]:
-    """The leaves, by number, in which JAX does not see arrays of a call's own; those that it was given it may give back."""
+    """Numbers of the leaves that hide arrays of a call from JAX; those that the call was given it may return."""
     leaves = enumerate(jax.tree_util.tree_flatten_with_path(out)[0])
     opaque = {n: (path_name(path) or "the result", x) for n, (path, x) in leaves if not is_array(x)}
     known = tracers_within(*given) if opaque else {}
@@ -1204,7 +1206,7 @@ def hidden_arrays(out: Any, given: Sequence[Any] = ()) -> dict[int, str]:
 
 
 def hidden_words(hidden: Mapping[int, str], path: Iterable[Any] = (), method: str = "__call__") -> str:
-    """The refusal."""
+    """The message that refuses outputs with hidden arrays."""
     call = ".".join(["model", *map(str, path), *([] if method == "__call__" else [method])])
     return (
         f"{call}(...) returned arrays inside objects that are not pytrees: {'; '.join(hidden.values())}. Register the class "
@@ -1217,7 +1219,7 @@ _DEPTH = 8
 
 
 def tracers_within(*values: Any) -> dict[int, Tracer]:
-    """By identity; a function has what it closes over, and not the names of its module."""
+    """Tracers reachable from the values, by identity; of a function its closure and defaults, not its module's names."""
     found, seen, of_function = {}, {}, lambda x: (x.__closure__, x.__defaults__, x.__kwdefaults__)
     for _ in range(_DEPTH):
         level = {id(x): x for x in values if id(x) not in seen and not isinstance(x, (type, types.ModuleType))}
@@ -1236,7 +1238,7 @@ def tracers_within(*values: Any) -> dict[int, Tracer]:
 
 
 class ModelAround(abc.ABC):
-    """What a user gives in the place of a model, such as `ax.lora`: a model, and what is done to it.
+    """A wrapper that users give as a model, such as `ax.lora`'s result: a model and a change to it.
 
     Attributes:
       model: the model.
@@ -1246,7 +1248,7 @@ class ModelAround(abc.ABC):
 
     @abc.abstractmethod
     def view(self, params: PyTree | None, trainable: Trainable) -> tuple[Functional, Variables]:
-        """What `functionalize` returns of it."""
+        """The functional view and variables that `functionalize` returns for it."""
 
 
 def functionalize(
