@@ -415,7 +415,8 @@ def test_a_state_alone_and_a_whole_trainer_are_told_apart(tmp_path):
         ):
             manager.restore(trainer.state)
         with pytest.raises(
-            ValueError, match=r"state alone: state = ax\.restore\('.*step_00000001', trainer\.state\) reads"
+            ValueError,
+            match=r"only a trainer's state: read it by state = ax\.restore\('.*step_00000001', trainer\.state\)",
         ):
             manager.restore(trainer, step=1)
     with pytest.raises(

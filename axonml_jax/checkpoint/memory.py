@@ -327,7 +327,7 @@ class CopyRounds:
         self.complete, self.begun, self._number = step, None, self._number + 1
 
     def may_begin(self, step: int) -> bool:
-        """Whether the last copy has ended in all processes, so that another may begin; records it as complete if all made it."""
+        """Whether the last copy has ended in all processes, so that another may begin; notes it as complete if all made it."""
         if self.begun is None:
             return True
         found = self._outcome(self.begun, step)

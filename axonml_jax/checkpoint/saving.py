@@ -480,7 +480,7 @@ def _left_in(parent: Path, ending: str) -> list[Path]:
 
 
 def _may_be_replaced(path: Path) -> bool:
-    """Whether a path can be replaced without loss: a checkpoint, a link (which alone is removed), an empty folder or nothing."""
+    """Whether a path can be replaced without loss: a checkpoint, a link (only it is removed), an empty folder or nothing."""
     if path.is_symlink() or not path.exists():
         return True
     return path.is_dir() and ((path / NAME).is_file() or not any(path.iterdir()))

@@ -76,7 +76,7 @@ _SIZES = {
 def against_mesh(
     mesh: MeshConfig, plan: PlanConfig, over_context: bool, model: TransformerConfig | None, length: int | None
 ) -> Iterator[str]:
-    """Every setting that has no effect on the mesh, or cannot run on it.
+    """Yield a problem for every setting that has no effect on the mesh, or cannot run on it.
 
     Args:
       mesh, plan, model: the sections; no model: one's own, of which nothing is known.
@@ -101,7 +101,7 @@ def against_mesh(
 
 
 def against_split(mesh: MeshConfig, model: TransformerConfig, length: int | None) -> Iterator[str]:
-    """Every degree that splits nothing of the model, and every size of the model that they do not divide.
+    """Yield a problem for every degree that splits nothing of the model, and every size that the degrees do not divide.
 
     Args:
       mesh, model: the sections; a degree of -1 is not looked at.
@@ -121,7 +121,7 @@ def against_split(mesh: MeshConfig, model: TransformerConfig, length: int | None
 
 
 def _indivisible(model: Any, length: int, own: dict[str, int]) -> Iterator[str]:
-    """The sizes of the model that the axes it splits over do not divide, and the degrees that they may have."""
+    """Yield the model's sizes that its degrees do not divide, with degrees that would work."""
     from axonml_jax.cost.decoder import problems
 
     over = lambda degrees: problems(model, degrees, length)
@@ -145,7 +145,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def shipped_configs() -> dict[str, Path]:
-    """The configurations that come with the package, by name, such as `quickstart` and `plans/llama3_8b_v5p_512`."""
+    """The configurations shipped with the package, by name, such as `quickstart` and `plans/llama3_8b_v5p_512`."""
     tree = _PACKAGE.parent
     folders = [*([tree / "configs"] if (tree / "pyproject.toml").is_file() else []), _PACKAGE / "configs"]
     files = ((folder, file) for folder in folders for file in sorted(folder.rglob("*.yaml")))
@@ -153,7 +153,7 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def shipped_config(name: str) -> Path | None:
-    """A configuration of the package by its name, or by its path in the repository (`configs/quickstart.yaml`)."""
+    """Find a shipped configuration by its name, or its path in the repository (`configs/quickstart.yaml`)."""
     return shipped_configs().get(_as_shipped(name))
 
 
@@ -162,7 +162,7 @@ def _as_shipped(name: str) -> str:
 
 
 def not_a_file(path: Path) -> str | None:
-    """What stands at a path in the place of a file, in words; None: a file, or nothing.
+    """Describe what is at a path if it is not a regular file; None for a file, or nothing.
 
     Opening a FIFO would wait for a writer.
     """
@@ -172,7 +172,7 @@ def not_a_file(path: Path) -> str | None:
 
 
 def nearest_file(path: Path) -> Path | None:
-    """The file of the same folder whose name is nearest; None when nothing is near."""
+    """The file in the same folder with the most similar name; None if none is similar."""
     names = os.listdir(path.parent) if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1)
     return path.parent / near[0] if near else None
@@ -186,7 +186,7 @@ def nearest_file(path: Path) -> Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a step may cost.
+    """The limits of a step's memory and traffic.
 
     Attributes:
       check: a baseline that memory and traffic may not exceed.
@@ -241,7 +241,7 @@ def add_imports(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What to say of a step beside its ledger.
+    """What `explain` prints or draws of a step beside its ledger.
 
     Attributes:
       hardware: a name of the planner's table: price the step on it.
@@ -253,7 +253,7 @@ class Estimate:
 
     @property
     def kind(self) -> Hardware | None:
-        """The hardware that was asked for."""
+        """The hardware to price the step on."""
         return None if self.hardware is None else HARDWARE[self.hardware]
 
 
@@ -288,7 +288,7 @@ def split_flags(
 
 
 def help_of(parsers: Sequence[argparse.ArgumentParser]) -> str:
-    """One sentence that names the flags and says what they do."""
+    """A sentence that lists the flags with their help."""
     actions = [action for parser in parsers for action in parser._actions]
     return f"Beside the keys there are {'; '.join(map(_told, actions))}."
 
@@ -305,11 +305,11 @@ def _told(action: argparse.Action) -> str:
 
 
 class NotPlain(argparse.ArgumentTypeError, ValueError):
-    """A value that is not made of what a YAML file writes, or not as the setting wants it."""
+    """Raised for a value that YAML could not hold, or that does not have the setting's type."""
 
 
 class Structure:
-    """The type of such a setting, for a parser, which by itself would import what a `class_path` inside of it names.
+    """A parser type for settings that may describe objects: the parser would import a `class_path` by itself.
 
     Args:
       kind: what `is_structure` is true of.
@@ -321,7 +321,7 @@ class Structure:
         self._words = words
 
     def __call__(self, value: Any) -> Any:
-        """The value in plain types; text, as a command line has it, is read as YAML.
+        """Convert a value to plain types; text from a command line is read as YAML.
 
         Raises:
           NotPlain: when it is of another kind.
@@ -336,7 +336,7 @@ class Structure:
 
 
 def is_structure(kind: Any) -> bool:
-    """Whether a setting of this type may hold anything, and so descriptions of objects.
+    """Whether a setting of this type may hold any value, and so descriptions of objects.
 
     >>> is_structure(list[dict[str, Any]] | None), is_structure(dict[str, float])
     (True, False)
@@ -345,7 +345,7 @@ def is_structure(kind: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A copy in what YAML writes: text, numbers, true and false, null, lists, and mappings with keys of those.
+    """Copy a value into YAML's types: text, numbers, booleans, null, lists, and mappings with such keys.
 
     >>> plain({"boundaries": {10: 0.5}, "paths": ("a", "b")})
     {'boundaries': {10: 0.5}, 'paths': ['a', 'b']}
@@ -363,7 +363,7 @@ def plain(value: Any) -> Any:
 
 
 def as_yaml(text: str) -> Any:
-    """The value of a flag's text, numbers as people write them; the text itself where it is no YAML."""
+    """Parse a flag's text as YAML, with numbers as people write them; text that is not YAML stays text."""
     try:
         return get_loader("yaml")(text)
     except (yaml.YAMLError, ValueError):  # a tag whose text is none of its kind
@@ -371,7 +371,7 @@ def as_yaml(text: str) -> Any:
 
 
 def names_in(value: Any) -> tuple[str, ...] | dict[str, tuple[str, ...] | str] | None:
-    """A list of names, or a mapping to some or to one each, as a file or a flag's text has it; None for anything else.
+    """A list of names, or a mapping to names, as a file or a flag has it; None for anything else.
 
     >>> names_in("[attn_out]"), names_in({"blocks/0": ["host:input"], "head": "full"}), names_in("[1]"), names_in("text")
     (('attn_out',), {'blocks/0': ('host:input',), 'head': 'full'}, None, None)
@@ -415,7 +415,7 @@ def is_named(value: Any) -> bool:
 
 
 def named_paths(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """(key, class_path) of every object that a value describes, those among arguments too.
+    """Yield (key, class_path) of every object that a value describes, including nested arguments.
 
     >>> [*named_paths({"class_path": "optax.sgd", "init_args": {"learning_rate": {"class_path": "a.b"}}}, "optim")]
     [('optim.class_path', 'optax.sgd'), ('optim.init_args.learning_rate.class_path', 'a.b')]
@@ -433,7 +433,7 @@ def named_paths(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def import_problems(value: Any, allowed: Collection[str]) -> list[str]:
-    """Every object that the user has not said may be imported, with the flag that says so. Imports nothing.
+    """A problem for every object whose package is not allowed, with the flag that allows it. Imports nothing.
 
     >>> import_problems({"model": {"class_path": "mine.Net"}}, {"optax"})
     ["model.class_path=mine.Net: imports the package 'mine', which runs its code; if you trust it, add --allow-imports mine"]
@@ -480,7 +480,7 @@ class DevicesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How long, on how much at a time, and when to look.
+    """The length of training, its batch size, and when to evaluate and log.
 
     Attributes:
       steps: number of updates.
@@ -539,7 +539,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """Text the trained model writes at the end.
+    """The text that the trained model writes at the end.
 
     Attributes:
       count: number of texts; 0 writes none.
@@ -559,7 +559,7 @@ class SampleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
-    """What is left on disk.
+    """What a run writes to disk and to trackers.
 
     Attributes:
       dir: the folder in which every run gets a folder of its own, called by its name.
@@ -590,7 +590,7 @@ class OutputConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """A training run.
+    """The configuration of a training run.
 
     Attributes:
       name: of the run and its folder.
@@ -676,11 +676,11 @@ class RunConfig:
 
     @property
     def own(self) -> bool:
-        """Whether the model or the data are one's own, so that nothing is known of tokens."""
+        """Whether the model or the data is the user's own, so that nothing is known of tokens."""
         return isinstance(self.model, OwnModel) or self.data.class_path is not None
 
     def transformer_for(self, command: str) -> TransformerConfig:
-        """The transformer's configuration.
+        """The transformer's configuration, for a command that supports no other model.
 
         Raises:
           ConfigError: for a model of one's own, which this cannot serve.
@@ -693,7 +693,7 @@ class RunConfig:
         return self.model
 
     def require_whole(self, command: str) -> None:
-        """Refuse adapters where what trains is taken for the whole model.
+        """Refuse adapters, for a command that assumes that all parameters train.
 
         Raises:
           ConfigError: when the run has some.
@@ -707,7 +707,7 @@ class RunConfig:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The axes of the mesh: `fsdp` among them where parameters rest sharded over it and `context` together."""
+        """The mesh axes; includes `fsdp` if parameters are sharded over it and `context` together."""
         return self.mesh.degrees | ({"fsdp": self.mesh.fsdp} if self.context.shard else {})
 
     def build_plan(self) -> "Plan":
@@ -730,11 +730,11 @@ _TOO_LONG = f"it is longer than {MOST_BYTES:,} bytes"
 
 
 class NotYaml(ValueError):
-    """Text that is no YAML, or none that a configuration needs."""
+    """Raised for text that is not YAML, or not YAML that a configuration may be."""
 
 
 def plain_yaml(text: str) -> Any:
-    """The value of a YAML document.
+    """Parse a YAML document.
 
     Args:
       text: the document.
@@ -762,7 +762,7 @@ def plain_yaml(text: str) -> Any:
 
 
 def yaml_in(path: Path) -> Any:
-    """The value of a YAML file, of which no more is read than a configuration has.
+    """Parse a YAML file; larger files than a configuration may be are not read in full.
 
     Raises:
       NotYaml: as by `plain_yaml`; when it is a FIFO, or something else that is no file.
@@ -779,7 +779,7 @@ def yaml_in(path: Path) -> Any:
 
 
 def _size(node: yaml.Node, sizes: dict[int, int], above: tuple[int, ...]) -> int:
-    """How many values a node is, with those that its aliases repeat."""
+    """The number of values in a node, including those that aliases repeat."""
     line = f"line {node.start_mark.line + 1}"
     if id(node) in above:
         raise NotYaml(f"{line}: an anchor that holds itself")
@@ -801,7 +801,7 @@ def _size(node: yaml.Node, sizes: dict[int, int], above: tuple[int, ...]) -> int
 
 
 def _refuse_twins(mapping: yaml.MappingNode) -> None:
-    """YAML forbids a key that stands twice; PyYAML takes the last."""
+    """Refuse a key that occurs twice: YAML forbids it, but PyYAML takes the last."""
     seen = set()
     for key, value in mapping.value:
         if isinstance(key, yaml.ScalarNode):
@@ -822,7 +822,7 @@ MACHINES = "AXONML_JAX_MACHINES"
 
 @dataclass(frozen=True)
 class Machines:
-    """How many machines a job may have.
+    """The range of the number of machines of a job.
 
     Attributes:
       smallest, largest: the numbers.
@@ -834,7 +834,7 @@ class Machines:
     unit: int = 1
 
     def text(self) -> str:
-        """As the variable says it.
+        """The range as the environment variable has it.
 
         >>> Machines(2, 6, 2).text(), Machines.parse("2:6:2") == Machines(2, 6, 2)
         ('2:6:2', True)
@@ -848,18 +848,18 @@ class Machines:
 
     @property
     def counts(self) -> range:
-        """Every number of machines that a world may have."""
+        """Every number of machines in the range."""
         return range(self.smallest, self.largest + 1, self.unit)
 
 
 def machines_of(environ: Mapping[str, str]) -> tuple[Machines, int] | None:
-    """How many machines this process's job may have, and how many it has; None where they do not come and go."""
+    """The range of machines of this process's job and their current number; None if the number is fixed."""
     text = environ.get(MACHINES)
     return None if text is None else (Machines.parse(text), int(environ["GROUP_WORLD_SIZE"]))
 
 
 def for_world(config: RunConfig, machines: Machines, now: int, devices: int) -> RunConfig:
-    """The run's configuration on the machines that are there: its batch is that of the largest number of them.
+    """Adapt the run's configuration, written for the largest number of machines, to the current number.
 
     With `train.on_shrink` keep_batch the global batch stays and is accumulated of more microbatches, so that none is larger
     than on all machines; with shrink_batch it has as many rows per device as there. It depends on their number alone.
@@ -885,7 +885,7 @@ def for_world(config: RunConfig, machines: Machines, now: int, devices: int) -> 
 
 
 def microbatches(rows: int, least: int) -> int:
-    """Into how many equal parts the rows of a rank are cut, when they must be so many at least.
+    """The smallest number of equal parts, at least `least`, into which a rank's rows can be cut.
 
     >>> microbatches(6, 2), microbatches(8, 3), microbatches(5, 2)
     (2, 4, 5)
@@ -924,7 +924,7 @@ def _problems(config: RunConfig, machines: Machines, per_machine: int) -> Iterat
 
 
 def _of_sizes(config: RunConfig, machines: Machines, free: str, per_machine: int, together: int) -> Iterator[str]:
-    """What of the model does not divide over the open axis, for every number of machines."""
+    """Yield the model's sizes that do not divide over the open axis, for every number of machines."""
     if isinstance(config.model, OwnModel):
         return  # of which nothing is known
     length = None if config.data.class_path else config.data.length
@@ -936,7 +936,7 @@ def _of_sizes(config: RunConfig, machines: Machines, free: str, per_machine: int
 
 
 def _of_batch(config: RunConfig, machines: Machines, per_machine: int) -> Iterator[str]:
-    """What the batch does not divide over."""
+    """Yield how the batch does not divide."""
     size, keeps, cut = config.train.global_batch_size, config.train.on_shrink == "keep_batch", config.plan.accumulate
     shards = {count: _shards(config, per_machine * count) for count in machines.counts}
     must = shards if keeps else {machines.largest: shards[machines.largest]}
@@ -949,7 +949,7 @@ def _of_batch(config: RunConfig, machines: Machines, per_machine: int) -> Iterat
 
 
 def _shards(config: RunConfig, devices: int) -> int:
-    """Into how many equal parts the rows of a batch are cut among so many devices, microbatches of a pipeline counted."""
+    """The number of equal parts into which a batch is cut over so many devices, including a pipeline's microbatches."""
     fixed = math.prod(degree for degree in config.degrees.values() if degree != -1)
     degrees = {axis: devices // fixed if degree == -1 else degree for axis, degree in config.degrees.items()}
     parts = math.prod(degree for axis, degree in degrees.items() if axis in BATCH_AXES)
@@ -965,7 +965,7 @@ _NOT_SETTINGS = ("help", "print_config", "config")
 
 
 def read_config(command: str, argv: Sequence[str], more: str = "", imports: Collection[str] = ()) -> RunConfig:
-    """The configuration of `axonml-jax COMMAND CONFIG [--section.key value ...]`; the command line wins over the file.
+    """Read the configuration of `axonml-jax COMMAND CONFIG [--section.key value ...]`; flags override the file.
 
     Args:
       command: the subcommand, for its usage text.
@@ -1002,7 +1002,7 @@ def read_config(command: str, argv: Sequence[str], more: str = "", imports: Coll
 
 
 def as_dict(config: RunConfig) -> dict[str, Any]:
-    """A configuration as plain values, as a YAML file holds it."""
+    """A configuration as the plain values of a YAML file."""
     values = plain(asdict(config))
     for section, kind in _SECTIONS.items():
         for each in fields(kind) if section else ():
@@ -1012,7 +1012,7 @@ def as_dict(config: RunConfig) -> dict[str, Any]:
 
 
 class _Help(DefaultHelpFormatter):
-    """Breaks no flag at its hyphens, so that what is copied from the help is a flag."""
+    """A help formatter that breaks no flag at its hyphens, so that flags can be copied from the help."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
@@ -1022,7 +1022,7 @@ class _Help(DefaultHelpFormatter):
 
 
 def config_parser(command: str, more: str = "", own: bool = False) -> ArgumentParser:
-    """The parser with one flag for every configuration key, its help taken from the docstrings.
+    """The parser with a flag for every configuration key, whose help is the docstrings'.
 
     Args:
       command: for its usage text.
@@ -1059,7 +1059,7 @@ def config_parser(command: str, more: str = "", own: bool = False) -> ArgumentPa
 
 
 def settings() -> Iterator[tuple[str, Any, Any, str]]:
-    """Every configuration key with its type, default (or `MISSING`) and help."""
+    """Yield every configuration key with its type, default (or `MISSING`) and help."""
     for section, cls in _SECTIONS.items():
         kinds, texts = typing.get_type_hints(cls), attribute_docs(cls)
         for each in fields(cls):
@@ -1072,7 +1072,7 @@ def settings() -> Iterator[tuple[str, Any, Any, str]]:
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """The `Attributes:` of a class docstring by name, each on one line."""
+    """The `Attributes:` of a class docstring, by name, each on one line."""
     _, _, block = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")
     entries = re.findall(r"^ {2}(\w+): (.*(?:\n {4}.*)*)", block, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}
@@ -1090,7 +1090,7 @@ _OWN_MODEL = _OF_OWN_MODEL[0]
 
 
 def _keys_of(path: str) -> dict[str, Any]:
-    """What a file gives, by key."""
+    """The keys and values that a file gives."""
     if kind := not_a_file(Path(path)):
         raise ConfigError(
             f"{path} is {kind}: give a configuration file, or the name of one that comes with the package"
@@ -1110,7 +1110,7 @@ def _keys_of(path: str) -> dict[str, Any]:
 
 
 def _renamed(given: dict[str, Any], path: str) -> dict[str, Any]:
-    """Values by our names of the keys.
+    """Replace other names of keys by ours.
 
     Raises:
       ConfigError: one is given by two names.
@@ -1121,7 +1121,7 @@ def _renamed(given: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _by_our_names(path: str) -> str:
-    """A file that the parser can read: itself, or, where it has other names for keys, its content with ours."""
+    """The path of a file that the parser can read: itself, or a copy in which keys have our names."""
     content = yaml_in(Path(path))
     others = {other: ours for other, ours in SAME_KEYS.items() if other in dict(_flat(content))}
     for other, ours in others.items():
@@ -1145,7 +1145,7 @@ def _flat(content: Mapping, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _flags_of(flags: Sequence[str]) -> dict[str, Any]:
-    """What `--key value` and `--key=value` give, by key."""
+    """The keys and values that `--key value` and `--key=value` give."""
     pairs = ((*flag[2:].partition("="), after) for flag, after in pairwise([*flags, ""]) if flag.startswith("--"))
     return {key: as_yaml(text if equals else after) for key, equals, text, after in pairs}
 
@@ -1156,7 +1156,7 @@ def keys_given(flags: Sequence[str]) -> list[str]:
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by key as a file has them, section by section."""
+    """Nest values by key into sections, as in a file."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         section, _, name = key.rpartition(".")
@@ -1170,7 +1170,7 @@ def _refuse_imports(values: Any, allowed: Collection[str]) -> None:
 
 
 def _with_bare_switches(flags: Sequence[str]) -> list[str]:
-    """`--profile` alone means `--profile true`, for every yes-or-no setting."""
+    """Complete bare boolean flags: `--profile` becomes `--profile=true`."""
     switches = {f"--{key}" for key, kind, _, _ in settings() if kind is bool}
     pairs = pairwise([*flags, "--"])
     return [f"{flag}=true" if flag in switches and after.startswith("--") else flag for flag, after in pairs]
@@ -1188,7 +1188,7 @@ def _refuse_unknown(keys: Sequence[str], flags: Sequence[str], path: str) -> Non
 
 
 def _refuse_of_transformer(keys: Sequence[str], flags: Sequence[str], path: str) -> None:
-    """The transformer's keys describe nothing of a model of one's own."""
+    """Refuse the transformer's keys beside a model of the user's own."""
     beside = dict.fromkeys(key for key in (*keys, *flags) if key.startswith("model.") and key not in _OF_OWN_MODEL)
     if beside:
         raise ConfigError(
@@ -1198,7 +1198,7 @@ def _refuse_of_transformer(keys: Sequence[str], flags: Sequence[str], path: str)
 
 
 def _nearest(key: str, known: Sequence[str], dashes: str = "") -> str:
-    """The nearest known key: the whole key's, or that of its last part, when somebody forgot the section."""
+    """A hint at the nearest known key: of the same full name, or of the same last part if the section is missing."""
     if key in _SECTIONS:
         first = next(name for name in known if name.startswith(f"{key}."))
         what = "; over which devices a model is split stands in mesh, such as mesh.fsdp" * (key == "plan")
@@ -1220,7 +1220,7 @@ def _nearest(key: str, known: Sequence[str], dashes: str = "") -> str:
 
 
 def _explained(message: str) -> str:
-    """jsonargparse's message on one line; a value of the wrong type is told the type as people write it."""
+    """Rewrite jsonargparse's message on one line, with a type as people write it."""
     message = " ".join(message.split())
     found = re.match(r'(?:Parser key "|argument --)([\w.]+)"?: .*(?:Got|Given) value: (.*)', message)
     kinds = {key: kind for key, kind, *_ in settings()}
@@ -1259,7 +1259,7 @@ _WORDS: dict[Any, str] = {
 
 
 def _build(cls: type, values: Namespace, section: str = "") -> Any:
-    """The dataclass from parsed values; the problems of all its sections are reported together."""
+    """Make the dataclass from parsed values; the problems of all its sections are reported together."""
     kinds, arguments, problems = typing.get_type_hints(cls), {}, []
     if cls is RunConfig:
         own = values["model"]["class_path"] is not None
@@ -1298,7 +1298,7 @@ _NONE = "not set"
 
 
 def settings_at(folder: Path, step: int) -> dict[str, Any] | None:
-    """The configuration that made a step; None where the folder does not have it, or it cannot be read."""
+    """The configuration that made a step; None if the folder lacks it, or it cannot be read."""
     until = [number for number in _earlier(folder) if number >= step]
     path = _earlier(folder)[min(until)] if until else folder / NEWEST
     try:
@@ -1309,7 +1309,7 @@ def settings_at(folder: Path, step: int) -> dict[str, Any] | None:
 
 
 def examples_until(folder: Path, step: int) -> int | None:
-    """How many examples the steps up to one have drawn, which may have had other batches; None where nobody can say."""
+    """The number of examples that the steps up to one have drawn, batch sizes as they were; None if unknown."""
     total, before = 0, 0
     for until in [*sorted(each for each in _earlier(folder) if each < step), step]:
         try:
@@ -1321,7 +1321,7 @@ def examples_until(folder: Path, step: int) -> int | None:
 
 
 def begin(folder: Path, config: RunConfig, step: int) -> None:
-    """Note the configuration that makes all steps after this one, and keep the one before, if it made any and is another."""
+    """Record the configuration that makes the steps after this one; a different earlier one is kept."""
     before, now = settings_at(folder, step) if step else None, as_dict(config)
     for until, path in _earlier(folder).items():
         if until >= step:
@@ -1332,7 +1332,7 @@ def begin(folder: Path, config: RunConfig, step: int) -> None:
 
 
 def differences(before: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """What differs from another configuration, of all that matters to the training but the mesh, a line each."""
+    """Lines that say what differs from another configuration in what matters to training, without the mesh."""
     lines = [
         f"{key}: {was}, now {value}"
         for key, was, value in _different(before, as_dict(config))

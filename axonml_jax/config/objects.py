@@ -35,7 +35,7 @@ MUON = "muon_weight_dimension_numbers"
 
 
 def own_dims(params: PyTree, stacks: Stacks) -> PyTree:
-    """How many dims each parameter of one layer, of one expert, has.
+    """The number of dims of each parameter without its stacked ones: of one layer, or one expert.
 
     >>> own_dims({"blocks": {"scale": jnp.ones((2, 8))}, "scale": jnp.ones(8)}, {"blocks/scale": 1})
     {'blocks': {'scale': 1}, 'scale': 1}
@@ -44,7 +44,7 @@ def own_dims(params: PyTree, stacks: Stacks) -> PyTree:
 
 
 def muon_dims(stacks: Stacks) -> Callable[[PyTree], PyTree]:
-    """What Muon orthogonalizes: the last two dims of every matrix, layer by layer and expert by expert; None: no matrix."""
+    """The dims that Muon orthogonalizes: the last two of every matrix, per layer and expert; None for other parameters."""
 
     def numbers(params: PyTree) -> PyTree:
         last_two = optax.contrib.MuonDimensionNumbers(-2, -1)
@@ -72,7 +72,7 @@ def is_mask(value: Any) -> bool:
 
 
 def leaf_mask(value: Mapping[str, Any], key: str, stacks: Stacks = NO_STACKS) -> Callable[[PyTree], PyTree]:
-    """A function from parameters to a tree of True and False, as optax takes masks.
+    """Make a function from parameters to a tree of booleans, as optax takes masks.
 
     >>> leaf_mask({"not_paths": ["bias$"]}, "mask")({"up": {"kernel": 1.0, "bias": 1.0}})
     {'up': {'bias': False, 'kernel': True}}
@@ -96,7 +96,7 @@ def leaf_mask(value: Mapping[str, Any], key: str, stacks: Stacks = NO_STACKS) ->
 
 
 def path_finder(expressions: Any, key: str) -> Callable[[str], bool]:
-    """Whether a path has a place that one of the regular expressions matches.
+    """A predicate of paths: whether one of the regular expressions is found in the path.
 
     Raises:
       ValueError: naming every one that is no regular expression.
@@ -125,7 +125,7 @@ _NOT_FOR_USERS = ("rngs", "parent", "name")
 
 
 def find(path: str, key: str) -> Any:
-    """What a dotted path names; its package must be allowed (see `import_problems`).
+    """Import the object of a dotted path; its package must be allowed (see `import_problems`).
 
     Raises:
       ValueError: when there is no such module or name, with the nearest one; or when the object is another package's, which
@@ -153,7 +153,7 @@ def find(path: str, key: str) -> Any:
 
 
 def make(value: Any, key: str, given: Mapping[str, Any] | None = None, stacks: Stacks = NO_STACKS) -> Any:
-    """The value with every described object made, from the inside out.
+    """Make every object that a value describes, from the inside out.
 
     Args:
       value: of a configuration.
@@ -179,7 +179,7 @@ def make(value: Any, key: str, given: Mapping[str, Any] | None = None, stacks: S
 
 
 def made_by(value: Mapping[str, Any], key: str, leaving: int = 0) -> partial:
-    """The described class or function with its arguments, to be called later; `rngs` are given then.
+    """The described class or function with its arguments bound, to be called later with `rngs` if it takes them.
 
     Args:
       value: `{class_path, init_args}`.
@@ -199,12 +199,12 @@ def made_by(value: Mapping[str, Any], key: str, leaving: int = 0) -> partial:
 
 
 def takes(factory: Callable, name: str) -> bool:
-    """Whether a factory has a parameter of that name."""
+    """Whether a factory has a parameter with this name."""
     return name in _parameters(factory)
 
 
 def _described(value: Mapping[str, Any], key: str, stacks: Stacks = NO_STACKS) -> tuple[Callable, dict[str, Any]]:
-    """The class or function of a description, and its arguments with what they describe made."""
+    """The class or function of a description, and its arguments, with the objects in them made."""
     if strange := sorted(set(value) - {"class_path", "init_args"}):
         raise ValueError(f"{key}: {', '.join(strange)} beside class_path; arguments go under init_args")
     if not isinstance(value["class_path"], str):
@@ -274,7 +274,7 @@ _REST = "rest"
 
 
 def make_optimizer(config: OptimConfig, steps: int, stacks: Stacks = NO_STACKS) -> optax.GradientTransformation:
-    """The optimizer with the configured learning rate; clipping is the trainer's (`max_grad_norm`).
+    """Make the optimizer with the configured learning rate; the trainer does the clipping (`max_grad_norm`).
 
     Args:
       config: the section `optim`.
@@ -301,7 +301,7 @@ def make_optimizer(config: OptimConfig, steps: int, stacks: Stacks = NO_STACKS) 
 
 
 def require_members(config: OptimConfig, params: PyTree) -> None:
-    """Refuse groups that no parameter belongs to: of a parameter that several groups name, the first counts.
+    """Refuse groups without parameters; a parameter that several groups match belongs to the first.
 
     Raises:
       ValueError: naming every such group, and the paths that there are.
@@ -316,7 +316,7 @@ def require_members(config: OptimConfig, params: PyTree) -> None:
 
 
 def moments(config: OptimConfig, steps: int, params: PyTree, stacks: Stacks = NO_STACKS) -> int:
-    """Values that the optimizer keeps per parameter, on average and rounded.
+    """The rounded average number of values that the optimizer keeps per parameter.
 
     Args:
       config: the section `optim`.
@@ -333,7 +333,7 @@ def moments(config: OptimConfig, steps: int, params: PyTree, stacks: Stacks = NO
 
 
 def learning_rate(config: OptimConfig, steps: int) -> optax.Schedule:
-    """The learning rate at every step: up from 0 along a line, then as the schedule says; or the configured schedule's.
+    """The learning-rate schedule: linear warmup from 0, then the named schedule; or the configured object.
 
     Raises:
       ValueError: naming what of a schedule cannot be found or made.
@@ -393,7 +393,7 @@ def _updates(made: Any) -> bool:
 
 
 def _of_group(config: OptimConfig, group: Mapping[str, Any], key: str) -> OptimConfig:
-    """The section with a group's own keys."""
+    """The optimizer section with a group's own keys applied."""
     own = {name: value for name, value in group.items() if name != "paths"}
     known = {field.name for field in fields(OptimConfig)} - {"groups", "max_grad_norm"}
     if strange := sorted(set(own) - known):

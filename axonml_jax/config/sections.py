@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def at_least(section: str, config: object, problems: list[str] | None = None, **lowest: float) -> None:
-    """Refuse settings below their lowest values; null is no value.
+    """Refuse settings below their minimum; null is allowed.
 
     Args:
       section: of the configuration.
@@ -103,13 +103,13 @@ class MeshConfig:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The axes of the mesh."""
+        """The mesh axes and their sizes."""
         inner = {name: size for name in AXES[1:] if (size := getattr(self, name)) != 1}
         return {"data": self.data} | inner
 
 
 def or_left_out(section: str, config: Any, names: Collection[str] | None = None) -> str:
-    """The remedy of who cannot change the file, such as that of a run: flags that leave out what a section says.
+    """A remedy for someone who cannot change the file: the flags that undo what a section sets.
 
     >>> or_left_out("pipeline", PipelineConfig(num_microbatches=2))
     ', or leave it out, as a flag --pipeline.num_microbatches 8'
@@ -150,14 +150,14 @@ class ContextConfig:
             raise ValueError(f"context: {error}") from error
 
     def build(self) -> "Context":
-        """The plan's part."""
+        """The plan's `ax.Context`."""
         from axonml_jax.parallel.context import Context
 
         own: dict[str, Any] = {"shard": self.shard, "allow_communication": self.allow_communication}
         return Context(method=self.method, order=self.order, **own)  # pyright: ignore[reportArgumentType]
 
     def problems(self, mesh: MeshConfig, length: int | None) -> Iterator[str]:
-        """What of it does not go with the mesh, or with sequences of a length, where it and their order are known."""
+        """Yield what does not fit the mesh, or the length of sequences, if that and their order are known."""
         if mesh.context == 1 and self != ContextConfig():
             yield f"the section context has no effect while mesh.context=1: set mesh.context{or_left_out('context', self)}"
         if mesh.context > 1:
@@ -188,7 +188,7 @@ class ContextConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnModel:
-    """A model of one's own, in place of the transformer's keys.
+    """A model of the user's own, instead of the transformer's keys.
 
     Attributes:
       class_path: a Flax model of one's own by the path of its class, in place of the transformer that the other keys describe.
@@ -201,7 +201,7 @@ class OwnModel:
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """The loss, where it is not the cross entropy of the next token.
+    """The loss, if it is not the cross entropy of the next token.
 
     Attributes:
       class_path: a function (model, batch), or a class whose objects are called so; null takes the cross entropy of tokens.
@@ -262,7 +262,7 @@ def unusable(key: str, value: Any) -> list[str]:
 
 
 def _unnameable(text: str) -> list[str]:
-    """The characters of a text that no file's name can have: zeros, and halves of characters."""
+    """The characters of a text that cannot be in a file name: zeros, and lone surrogates."""
     return [each for each in dict.fromkeys(text) if each == "\0" or not _encodes(each)]
 
 
@@ -280,11 +280,11 @@ def _encodes(character: str) -> bool:
 
 
 class WrongChoice(argparse.ArgumentTypeError, ValueError):
-    """A value that is none of a setting's."""
+    """Raised for a value that is not one of a setting's choices."""
 
 
 class Choice:
-    """The type of such a setting, for a parser.
+    """A parser type for a setting with choices.
 
     Args:
       key: of the setting; its last part is the row of the table of synonyms.
@@ -301,7 +301,7 @@ class Choice:
         self._words = words
 
     def __call__(self, value: Any) -> Any:
-        """The setting's value that is meant.
+        """The choice that a value means.
 
         Raises:
           WrongChoice: when it is none.
@@ -333,7 +333,7 @@ def values_of(kind: Any) -> tuple[str, ...]:
 
 
 def memory_size(text: str) -> float:
-    """Bytes of a size as people write it.
+    """Parse a size in bytes, as people write it.
 
     >>> memory_size("16GiB") == 16 * 2**30, memory_size("80GB"), memory_size("512")
     (True, 80000000000.0, 512.0)
@@ -354,7 +354,7 @@ def memory_size(text: str) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """What a run keeps of itself, in the folder `checkpoints` of its own folder.
+    """What a run saves, in the folder `checkpoints` of its own folder.
 
     Attributes:
       every: save every this many steps, after the last, and when SIGTERM asks the run to stop; null saves nothing.
@@ -416,11 +416,11 @@ class CheckpointConfig:
 
     @property
     def store(self) -> str | None:
-        """The URL under which the run's checkpoints, or copies of them, are."""
+        """The URL that holds the run's checkpoints, or copies of them."""
         return self.url or self.mirror
 
     def without_saves(self, resume: str | None) -> list[str]:
-        """What has no effect as nothing is saved. A mirror has one where a run is gone on with, which may come back from it."""
+        """Problems of settings without effect because nothing is saved; a mirror still has one for a resumed run."""
         if self.every is not None:
             return []
         copied = self.store if resume is not None else None
@@ -431,7 +431,7 @@ class CheckpointConfig:
         return [f"{found}: {rule}"] if found else []
 
     def against_validation(self, eval_every: int | None) -> list[str]:
-        """What is wrong beside `train.eval_every`."""
+        """Problems with `train.eval_every`."""
         if not self.best or self.every is None or (eval_every and self.every % eval_every == 0):
             return []
         return [
@@ -440,7 +440,7 @@ class CheckpointConfig:
         ]
 
     def against_replicas(self, compare_replicas: int | None, replicas_differ: str) -> list[str]:
-        """What is wrong beside `train.compare_replicas`."""
+        """Problems with `train.compare_replicas`."""
         every = self.memory_every
         if every is None or compare_replicas is None or replicas_differ == "warn" or every % compare_replicas == 0:
             return []
@@ -461,7 +461,7 @@ _DOCUMENT_FILES = (".jsonl", ".ndjson", ".parquet")
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is trained on: text as one stream of bytes or tokens, or documents as tokens.
+    """The training data: text as one stream of bytes or tokens, or documents as tokens.
 
     Attributes:
       path: a folder, or a file; null takes the source of the standard library of the running Python.
@@ -508,7 +508,7 @@ class DataConfig:
 
     @property
     def documents(self) -> bool:
-        """Whether examples are made of documents, which the model keeps apart."""
+        """Whether examples are packed from documents, which attention keeps apart."""
         if self.class_path is not None:
             return False
         if self.pack:
@@ -517,7 +517,7 @@ class DataConfig:
         return bool(self._of_documents()) or (self.tokenizer != BYTES and not one_text)
 
     def _of_documents(self) -> list[str]:
-        """The settings that only documents have."""
+        """The names of given settings that only documents have."""
         found = [
             name for name in ("format", "prompt_field", "completion_field", "mixture", "end") if getattr(self, name)
         ]
@@ -592,14 +592,14 @@ class DiLoCoConfig:
             self.build()
 
     def build(self) -> "DiLoCo":
-        """The strategy that is described; `every` is set."""
+        """The strategy that the section describes; `every` is set."""
         from axonml_jax.strategies.diloco import DiLoCo
 
         assert self.every is not None
         return DiLoCo(every=self.every, lr=self.lr, momentum=self.momentum, wire=self.wire)
 
     def problems(self, steps: int, decay: float | None, stages: int) -> Iterator[str]:
-        """What does not go with `train.steps`, `ema.decay` and `mesh.pipe`."""
+        """Yield what does not fit `train.steps`, `ema.decay` and `mesh.pipe`."""
         if self.every is None:
             return
         if steps % self.every:
@@ -624,7 +624,7 @@ MATRICES = ("attention/.*kernel$", "mlp/(shared/)?(gate|up|down)(/kernel)?$")
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Adapters of low rank, which alone train.
+    """Low-rank adapters; only they train.
 
     Attributes:
       rank: columns of each adapter; null trains the model itself.
@@ -669,7 +669,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig:
-    """What of the model trains."""
+    """Which of the model's parameters train."""
 
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -734,7 +734,7 @@ class OptimConfig:
 
     @property
     def links(self) -> Sequence[tuple[str, Mapping[str, Any]]]:
-        """(key, description) of the factories that are chained; none where the optimizer has a name."""
+        """(key, description) of the factories that are chained; empty if the optimizer has a name."""
         if self.class_path is not None:
             return (("", {"class_path": self.class_path, "init_args": self.init_args or {}}),)
         return [(f".chain[{number}]", link) for number, link in enumerate(self.chain or ())]
@@ -771,7 +771,7 @@ DEFAULTS = {field.name: field.default for field in fields(OptimConfig)}
 
 @dataclass(frozen=True, kw_only=True)
 class SpikesConfig:
-    """What happens when the loss rises at once: the run goes back to the checkpoint before, and past the batches since.
+    """The handling of a sudden rise of the loss: the run goes back to a checkpoint, and skips the batches since.
 
     Attributes:
       factor: a loss above this many times the median of the last ones, or one that is not finite, is a spike; null looks for
@@ -793,7 +793,7 @@ class SpikesConfig:
         at_least("spikes", self, problems, window=2, skip=0, limit=1)
 
     def against_checkpoints(self, checkpoint: CheckpointConfig) -> Iterator[str]:
-        """What is wrong beside the section `checkpoint`."""
+        """Yield problems with the section `checkpoint`."""
         if self.factor is None:
             return
         if checkpoint.every is None:
@@ -874,7 +874,7 @@ class PlanConfig:
             raise ValueError(f"plan: {error}") from error
 
     def _idle(self) -> dict[str, Any]:
-        """Settings of how gradients are reduced along mesh.data that are not at their defaults."""
+        """Settings of the gradient reduction along mesh.data that differ from their defaults."""
         return {name: found for name, value in REDUCING.items() if (found := getattr(self, name)) != value}
 
     def build(self) -> "Plan":
@@ -955,7 +955,7 @@ class PipelineConfig:
             raise ValueError(f"pipeline: {error}") from error
 
     def build(self) -> "Pipelined":
-        """The plan's part."""
+        """The plan's `ax.Pipelined`."""
         from axonml_jax.pipeline.schedules import Pipelined
 
         return Pipelined(
@@ -966,7 +966,9 @@ class PipelineConfig:
         )
 
     def problems(self, mesh: MeshConfig, plan: PlanConfig, model: TransformerConfig | None) -> Iterator[str]:
-        """What of it does not go with the rest of a configuration; no model: one's own, of which nothing is known."""
+        """Yield what does not fit the rest of a configuration; `model` is None for the user's own, of which nothing is
+        known.
+        """
         ranks, stages = mesh.pipe, mesh.pipe * self.chunks
         if ranks == 1:
             if self != PipelineConfig():

@@ -24,7 +24,7 @@ from axonml_jax.data.streams import Stream, StreamWalk, as_dataset
 
 
 class DocumentPieces(NamedTuple):
-    """Parts of documents that fit into a row, int64 [p] each.
+    """Parts of documents that each fit into a row, as int64 [p] arrays.
 
     A document of n tokens takes n - 1 places, each with the token after it as target; in a longer one than a row, pieces
     overlap by one token, so that every token but the first is predicted once.
@@ -41,7 +41,7 @@ class DocumentPieces(NamedTuple):
 
 
 def cut(lengths: np.ndarray, row: int) -> DocumentPieces:
-    """The pieces of documents of so many tokens, for rows of so many places.
+    """Cut documents, given by their numbers of tokens, into pieces that fit rows of `row` places.
 
     >>> cut(np.array([3, 1, 9]), 4)
     DocumentPieces(document=array([0, 2, 2]), start=array([0, 0, 4]), size=array([2, 4, 4]))
@@ -55,7 +55,7 @@ def cut(lengths: np.ndarray, row: int) -> DocumentPieces:
 
 
 def best_fit(sizes: np.ndarray, row: int) -> list[list[int]]:
-    """Which pieces share a row: each, the longest first, goes where the least room is left that takes it.
+    """Assign pieces to rows: the longest first, each to the row with the least room that still fits it.
 
     >>> best_fit(np.array([2, 5, 3, 4, 1]), 6)
     [[1, 4], [3, 0], [2]]
@@ -83,7 +83,7 @@ def best_fit(sizes: np.ndarray, row: int) -> list[list[int]]:
 
 
 def one_by_one(sizes: np.ndarray, row: int) -> list[list[int]]:
-    """Every piece in a row of its own."""
+    """Assign every piece to its own row."""
     return [[piece] for piece in range(len(sizes))]
 
 
@@ -103,20 +103,20 @@ Special = bool | Literal["before"]
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Protocol of tokenizers: text to token ids and back."""
 
     @property
     def vocab_size(self) -> int:
-        """All ids are below it."""
+        """Size of the vocabulary: all ids are below it."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """What tells it from another."""
+        """Text that identifies the tokenizer."""
         ...
 
     def encode(self, texts: Sequence[str], *, special: Special = True) -> list[np.ndarray]:
-        """Token ids of every text, int32 [n]; with the tokens that its rules add around a text, or without."""
+        """Token ids of every text, int32 [n], with or without the special tokens that its rules add."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -144,11 +144,11 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of bytes; what is no UTF-8 becomes U+FFFD."""
+        """Decode bytes to text; invalid UTF-8 becomes U+FFFD."""
         return bytes(np.asarray(ids).astype(np.uint8)).decode(errors="replace")
 
     def id_of(self, token: str) -> int:
-        """Of a character that is one byte."""
+        """The id of a character that is one byte."""
         if len(found := token.encode()) != 1:
             raise ValueError(f"bytes have no token {token!r}: give a tokenizer.json, or no special tokens")
         return found[0]
@@ -223,7 +223,7 @@ class FileTokenizer:
         return f"{zlib.crc32(json.dumps(said, sort_keys=True).encode()):08x}"
 
     def encode(self, texts: Sequence[str], *, special: Special = True) -> list[np.ndarray]:
-        """Token ids of every text, int32 [n], whole whatever the file says of truncation and padding; on all cores.
+        """Token ids of every text, int32 [n], ignoring the file's truncation and padding; on all cores.
 
         Raises:
           ValueError: a text has a word that the tokenizer does not know, and it has no token for unknown ones.
@@ -253,7 +253,7 @@ class FileTokenizer:
 
     @functools.cached_property
     def _before(self) -> int:
-        """How many tokens the rules add before a text; of an empty one nobody can tell them from those behind it."""
+        """The number of tokens that the rules add before a text, found by encoding one that is not empty."""
         for text in ("a", *self._rules.get_vocab(with_added_tokens=True)):
             with contextlib.suppress(Exception):  # the library raises bare Exception, of unknown words here
                 return self._rules.encode(text).special_tokens_mask.index(0)
@@ -276,7 +276,7 @@ class FileTokenizer:
 
 
 def load_tokenizer(name: str | os.PathLike = BYTES) -> Tokenizer:
-    """A tokenizer by name.
+    """Load a tokenizer by name.
 
     Args:
       name: "bytes", or the path of a `tokenizer.json` of Hugging Face's `tokenizers`, or of a folder that holds it. Nothing is
@@ -297,7 +297,7 @@ def load_tokenizer(name: str | os.PathLike = BYTES) -> Tokenizer:
 
 
 def vocabulary_offenders(tokenizer: Tokenizer, vocab_size: int, what: str = "vocab_size") -> list[str]:
-    """What is wrong with a model's vocabulary for a tokenizer, for the caller's error message."""
+    """The problem with a model's vocabulary size for a tokenizer, as a list for the caller's error message."""
     if vocab_size >= tokenizer.vocab_size:
         return []
     return [f"{what}={vocab_size}: the tokenizer has {tokenizer.vocab_size} token ids; set it to at least that"]
@@ -314,7 +314,7 @@ def _say_left_out(path: str, stored: str) -> None:
 
 
 def _behind(mask: Sequence[int]) -> int | None:
-    """Where the tokens begin that are added behind a text; None: it has no tokens of its own."""
+    """The position at which the tokens added behind a text begin; None if the text has no tokens of its own."""
     return max((i + 1 for i, added in enumerate(mask) if not added), default=None)
 
 
@@ -339,7 +339,7 @@ def tokenizer_file(path: str | os.PathLike) -> Path:
 
 
 class Document(NamedTuple):
-    """Tokens of one text.
+    """The tokens of one text.
 
     Attributes:
       ids: int32 [n].
@@ -352,7 +352,7 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentEncoder:
-    """What makes documents of samples.
+    """Turns samples into documents.
 
     Attributes:
       tokenizer: text to token ids.
@@ -379,7 +379,7 @@ class DocumentEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """What tells its documents from those of another."""
+        """Text that identifies the documents it makes."""
         return "/".join(map(str, (self.tokenizer.fingerprint, *self.names, self.end)))
 
     @property
@@ -390,7 +390,7 @@ class DocumentEncoder:
         return tuple(self.fields)
 
     def texts(self, sample: Any) -> list[str]:
-        """The texts of the fields that are read; a string is its own.
+        """The texts of a sample's fields; a string is its own text.
 
         Raises:
           ValueError: a field is missing.
@@ -404,7 +404,7 @@ class DocumentEncoder:
         return list(kept.values())
 
     def __call__(self, samples: Sequence[Any]) -> list[Document]:
-        """Documents of samples; several at once are tokenized on all cores."""
+        """Tokenize samples into documents; several at once use all cores."""
         texts = [self.texts(sample) for sample in samples]
         end = [] if self.end is None else [np.array([self.tokenizer.id_of(self.end)], np.int32)]
         if self.prompt_field is None:
@@ -426,7 +426,7 @@ _INCOMPLETE = "\ufffd"
 
 
 class TextSoFar:
-    """Gives the text that tokens add, and holds back what may be the beginning of a character.
+    """Returns the text that tokens add, and holds back bytes that may begin a character.
 
     >>> from axonml_jax.data.documents import ByteTokenizer
     >>> text = TextSoFar(ByteTokenizer())
@@ -443,7 +443,7 @@ class TextSoFar:
         self._given = 0
 
     def add(self, ids: Sequence[int], *, final: bool = False) -> str:
-        """What these tokens add; `final`: and what was held back."""
+        """The text that these tokens add; with `final` also what was held back."""
         self._ids += [int(i) for i in ids]
         text = self._tokenizer.decode(self._ids)
         whole = text if final else text.rstrip(_INCOMPLETE)
@@ -460,7 +460,7 @@ IGNORED = -1
 
 
 def row_of(pieces: Iterable[tuple[Document, int, int]], length: int) -> dict[str, np.ndarray]:
-    """Pieces of documents, one after the other, in a row.
+    """Put pieces of documents one after the other into a row.
 
     Args:
       pieces: (document, first token, places) of each.
@@ -554,7 +554,7 @@ class PackedDocuments:
 
 
 class PackedStream:
-    """Rows of the documents of an iterable source, in its order: a row is closed when the next document does not fit.
+    """Rows of an iterable source's documents, in its order: a row ends when the next document does not fit.
 
     Its iterator has `state_dict` and `load_state_dict`.
 
@@ -571,12 +571,12 @@ class PackedStream:
 
     @property
     def fingerprint(self) -> str:
-        """What tells these rows from others, as far as the source says."""
+        """Text that identifies these rows, as far as the source identifies itself."""
         content = getattr(self.stream.source, "fingerprint", "unknown")
         return f"{content} by {self.encoder.fingerprint} in {'shared' if self.share else 'own'} rows of {self.length}"
 
     def set_epoch(self, epoch: int) -> None:
-        """Which epoch of the source comes next."""
+        """Choose the epoch of the source that comes next."""
         self._epoch = epoch
 
     def __iter__(self) -> "PackedRows":
@@ -614,15 +614,15 @@ class PackedRows:
         return row_of(row, self._packed.length)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next row begins."""
+        """The position of the next row."""
         return {"place": self._place, "used": self._used}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a saved position."""
         self._place, self._used, self._walk = state["place"], state["used"], None
 
     def _found(self, walk: StreamWalk) -> Iterator[tuple[Any, int, tuple[Document, int, int]]]:
-        """Every piece, with the source's place before its document and its number in it."""
+        """Yield every piece, with the source's position before its document and its number in it."""
         used, encode, length = self._used, self._packed.encoder, self._packed.length
         while True:
             places, samples = [], []
@@ -702,7 +702,7 @@ def pack(
 
 
 def encoded(dataset: MapDataset, encoder: DocumentEncoder, indices: Sequence[int] | None = None) -> list[Document]:
-    """The documents of a dataset's samples, those of some indices or of all."""
+    """The documents of a dataset's samples, at some indices or all."""
     indices = range(len(dataset)) if indices is None else indices
     documents: list[Document] = []
     for at in range(0, len(indices), _DOCUMENTS_AT_ONCE):

@@ -55,19 +55,19 @@ _SHARED = 2**20
 
 
 class Feed(Protocol):
-    """What makes this process's rows of every batch; it runs in worker processes too, so it knows no devices.
+    """Protocol of what makes this process's rows of every batch; it runs in worker processes too, and knows no devices.
 
     A position is a frozen dataclass of plain values. Its fields `epoch` and `samples` count over all processes together.
     """
 
     @property
     def rows(self) -> np.ndarray:
-        """Which rows of a batch are this process's."""
+        """The rows of a global batch that this process makes."""
         ...
 
     @property
     def batch_size(self) -> int:
-        """B, over all processes."""
+        """The global batch size B, over all processes."""
         ...
 
     @property
@@ -76,7 +76,7 @@ class Feed(Protocol):
         ...
 
     def first(self, epoch: int = 0) -> Any:
-        """The position at the beginning of an epoch."""
+        """The position at the start of an epoch."""
         ...
 
     def batch(self, start: Any, index: int, num_epochs: int | None, worker: int | None) -> tuple[Any, Any, int | None]:
@@ -87,21 +87,21 @@ class Feed(Protocol):
         ...
 
     def identity(self) -> dict[str, int | bool | str]:
-        """What gives a position its meaning."""
+        """The facts without which a position has no meaning, such as the data's fingerprint and seed."""
         ...
 
     def position(self, state: dict[str, Any]) -> Any:
-        """A saved position, checked."""
+        """Check and return a saved position."""
         ...
 
     def batches_per_epoch(self) -> int:
-        """How many there are; a TypeError where nobody knows."""
+        """The number of batches in an epoch; a TypeError if it is not known."""
         ...
 
 
 @dataclass(frozen=True)
 class FromStart:
-    """The batch so many after a position, with what else `Feed.batch` says of it.
+    """Makes the batch that is `index` batches after a start position.
 
     Attributes:
       feed: makes it.
@@ -116,14 +116,14 @@ class FromStart:
     num_workers: int
 
     def __call__(self, index: int) -> tuple[Any, Any, int | None]:
-        """This process's rows of it."""
+        """This process's rows of the batch, with the position after it and a checksum (see `Feed.batch`)."""
         in_worker = self.num_workers and multiprocessing.parent_process() is not None
         worker = int(index) % self.num_workers if in_worker else None
         return self.feed.batch(self.start, int(index), self.num_epochs, worker)
 
 
 def host_batches(made: FromStart, prefetch: int) -> Generator[tuple[Any, Any, int | None]]:
-    """Batches of this process's rows, each with what else `Feed.batch` says, in order; closing it stops the workers.
+    """Yield this process's rows of each batch, with what else `Feed.batch` returns, in order; closing it stops the workers.
 
     Raises:
       LoadingError: for a sample that cannot be read, or a worker that ends before its time, whatever its status.
@@ -164,7 +164,7 @@ def _drawn(made: FromStart, prefetch: int) -> Generator[tuple[Any, Any, int | No
 
 
 def _next(iterator: Iterator[tuple[Any, Any, int | None]]) -> tuple[Any, Any, int | None]:
-    """The next batch, where a worker that has gone is named in one line."""
+    """The next batch; the error of a worker that has ended is raised in one line."""
     try:
         return next(iterator)
     except RuntimeError as error:
@@ -184,7 +184,7 @@ def _next(iterator: Iterator[tuple[Any, Any, int | None]]) -> tuple[Any, Any, in
 
 
 def _notice_ends(over: threading.Event) -> None:
-    """Until it is over, tell grain of workers that have ended with status 0 too: it would wait for their batches for ever.
+    """Also tell grain of workers that ended with status 0, for whose batches it would wait for ever.
 
     Of workers that grain has asked to end it no longer reads the status.
     """
@@ -200,7 +200,7 @@ def _notice_ends(over: threading.Event) -> None:
 
 @contextmanager
 def _held_from_children(number: signal.Signals) -> Iterator[None]:
-    """Processes that are started meanwhile, from here or from threads that are made here, begin with a signal held back."""
+    """Block a signal in processes that are started meanwhile, from this thread or threads made here."""
     resource_tracker.ensure_running()  # Python starts it with the first worker otherwise, and lets signals through after that
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
     try:
@@ -210,7 +210,7 @@ def _held_from_children(number: signal.Signals) -> Iterator[None]:
 
 
 def _settle_flags() -> None:
-    """Grain's workers read absl flags, which only `absl.app.run` parses: without it, settle on their defaults."""
+    """Mark absl flags, which grain's workers read, as parsed: only `absl.app.run` does so otherwise."""
     from absl import flags
 
     if not flags.FLAGS.is_parsed():
@@ -218,7 +218,7 @@ def _settle_flags() -> None:
 
 
 def _belong_to_parent(worker: int, num_workers: int) -> None:
-    """A worker's first deed. Ctrl-C and SIGTERM reach it too: the parent decides what they mean, and needs it until then."""
+    """Make a worker ignore Ctrl-C and SIGTERM, which reach it too: its parent acts on them, and needs it until then."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: None)  # programs that a dataset starts would inherit SIG_IGN
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
@@ -226,7 +226,7 @@ def _belong_to_parent(worker: int, num_workers: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """A parent that is killed cannot stop its workers, which would wait for room in their queue for ever."""
+    """End this worker when its parent is gone, as it would wait for room in its queue for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])
@@ -235,7 +235,7 @@ def _end_with_parent() -> None:
 
 @functools.cache
 def _end_at_exit() -> None:
-    """Close what is still open while everything that grain needs for it is there, and leave no worker.
+    """At exit, close open loaders while grain can still do so, and leave no worker.
 
     Python ends what is left of its children by SIGTERM at its exit, and waits for them; grain's last try comes before.
     """
@@ -275,7 +275,7 @@ def create_dataloader(
     collate: Callable[[Sequence], Any] | None = None,
     plan: Plan | None = None,
 ) -> "DataLoader":
-    """Batches of a dataset as global arrays, dim 0 split over the mesh's batch axes (`data`, `fsdp`, `depth`).
+    """Load batches of a dataset as global arrays, dim 0 split over the mesh's batch axes (`data`, `fsdp`, `depth`).
 
     With axes of your own (`ax.Plan(axes=...)`) give the plan: rows are split as it says. Positions are whole in a batch, and
     are split as a step takes it.
@@ -382,7 +382,7 @@ class DataLoader:
         self._loaded: tuple[int | None, object] = (None, object())
 
     def __len__(self) -> int:
-        """Batches per epoch.
+        """The number of batches per epoch.
 
         Raises:
           TypeError: of an iterable source, where nobody knows.
@@ -412,7 +412,7 @@ class DataLoader:
                 end, _ = loaded = self._loaded
 
     def _compare(self) -> None:
-        """Refuse processes that would not make rows of the same batches; at the first walk, and the first after a load."""
+        """Refuse processes that would make rows of different batches; at the first walk, and the first after a load."""
         own = {name: value for name, value in asdict(self._position).items() if name != "place"}
         said = self._feed.identity() | own | {"batch size": self._feed.batch_size, "drop_last": self._feed.drop_last}
         said |= {"num_epochs": self.num_epochs}
@@ -425,7 +425,7 @@ class DataLoader:
         self._compared = self._asks = True
 
     def _compare_samples(self, seen: int | None) -> None:
-        """Warn of processes that read other samples of an iterable source; at the first batch after `_compare`."""
+        """Warn if processes read different samples of an iterable source; at the first batch after `_compare`."""
         asks, self._asks = self._asks and seen is not None, False
         if asks and unlike({"samples": str(seen)}, self.sharding.device_set, "samples"):
             logger.warning(
@@ -436,11 +436,11 @@ class DataLoader:
             )
 
     def _end(self) -> int | None:
-        """The epoch before which the walk from the position ends."""
+        """The epoch before which the iteration from the current position ends."""
         return self.num_epochs and (self._position.epoch // self.num_epochs + 1) * self.num_epochs
 
     def _from_position(self, end: int | None) -> Generator[tuple[Any, Any]]:
-        """Global batches, each with the position after it."""
+        """Yield global batches, each with the position after it."""
         made = FromStart(self._feed, self._position, end, self._num_workers)
         ahead, rows, size = deque(), self._feed.rows, self._feed.batch_size
         with closing(host_batches(made, self._prefetch)) as host:
@@ -453,7 +453,7 @@ class DataLoader:
                 yield ahead.popleft()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what gives it meaning: small, plain values to keep in a checkpoint.
+        """The position, with the facts that give it meaning: small, plain values to keep in a checkpoint.
 
         An iterable source's own state is among them, where it has one.
         """

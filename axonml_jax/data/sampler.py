@@ -1,4 +1,4 @@
-"""Which samples a rank reads, in which order, and how they become a batch."""
+"""Which samples each rank reads, in which order, and how samples become a batch."""
 
 import functools
 import operator
@@ -59,13 +59,13 @@ def stack_samples(samples: Sequence) -> object:
 
 
 def _host(x: Any) -> Any:
-    """An array on the host; one with a mask, or of keys, as it is: it can be refused by name then."""
+    """Convert to a NumPy array; masked arrays and key arrays stay as they are, to be refused by name later."""
     kept = isinstance(x, np.ma.MaskedArray) or (isinstance(x, jax.Array) and not isinstance(x.dtype, np.dtype))
     return x if kept else np.asarray(x)
 
 
 def _is_numbers(x: Any) -> bool:
-    """Whether it is a list of Python's numbers, or of such lists of one shape, as JSON and rows of Hugging Face have them."""
+    """Whether a value is a list of Python numbers, or nested lists of one shape, as JSON and Hugging Face rows have."""
     return type(x) is list and _shape(x) is not None
 
 
@@ -78,7 +78,7 @@ def _shape(x: Any) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class OwnMemory:
-    """A collate whose arrays are copied, so that it may return the same ones again.
+    """A collate function whose result is copied, so that it may reuse its arrays.
 
     Attributes:
       collate: samples -> pytree of arrays.
@@ -87,13 +87,13 @@ class OwnMemory:
     collate: Callable[[Sequence], Any]
 
     def __call__(self, samples: Sequence) -> Any:
-        """The batch in memory of its own."""
+        """Collate into memory that is not shared with the collate function."""
         made = host_arrays(self.collate(samples))
         return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf, subok=True), made)
 
 
 def local_rows(sharding: NamedSharding, global_batch_size: int) -> np.ndarray:
-    """Which rows of the global batch the devices of this process hold: ascending indices, int64 [n]."""
+    """The rows of the global batch that this process's devices hold: ascending indices, int64 [n]."""
     slices = sharding.addressable_devices_indices_map((global_batch_size,)).values()
     held = np.zeros(global_batch_size, bool)
     for index in slices:
@@ -102,7 +102,7 @@ def local_rows(sharding: NamedSharding, global_batch_size: int) -> np.ndarray:
 
 
 def place_rows(batch, sharding: NamedSharding, global_batch_size: int, rows: np.ndarray):
-    """Make a host batch of this process's rows into global arrays; nothing crosses processes.
+    """Turn a host batch of this process's rows into global arrays; nothing is sent between processes.
 
     Args:
       batch: pytree of arrays [len(rows), ...].
@@ -150,7 +150,7 @@ def _check_leaves(batch, num_rows: int) -> None:
 
 
 class Columns:
-    """Samples whose values are the rows of arrays that lie side by side.
+    """A dataset whose samples are the rows of arrays of equal length.
 
     >>> columns = Columns({"x": np.arange(6).reshape(3, 2), "y": [7, 8, 9]})
     >>> len(columns), columns[1]["x"].tolist(), int(columns[1]["y"])
@@ -194,11 +194,11 @@ class Columns:
 
 
 class LoadingError(RuntimeError):
-    """A sample that could not be read; the message names the worker, the sample and the error, and shows where it came from."""
+    """Raised for a sample that could not be read; the message names the worker, the sample and the error's origin."""
 
 
 class named:  # used as a function
-    """Errors inside become a `LoadingError` that says what was read, and by which worker process; None: by this one.
+    """Turn errors in the block into a `LoadingError` that names what was read, and the worker (None: this process).
 
     A worker's own error may not pickle, so that its traceback travels as text. (No `contextmanager`: one takes an error whose
     cause is a StopIteration for that, and lets it through, which ends whatever iterates.)
@@ -226,7 +226,7 @@ class named:  # used as a function
 
 
 def collated(collate: Callable[[Sequence], Any], samples: Sequence) -> Any:
-    """What a collate makes of samples; a StopIteration of it, which would end whatever iterates, becomes a `LoadingError`."""
+    """Call a collate function; a StopIteration of it, which would silently end an iteration, becomes a `LoadingError`."""
     try:
         return collate(samples)
     except StopIteration as error:
@@ -259,7 +259,7 @@ def epoch_order(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> np
 
 
 def seed_offenders(seed: int) -> list[str]:
-    """What is wrong with a seed, for the caller's error message."""
+    """The problem with a seed, as a list for the caller's error message."""
     legal = isinstance(seed, int | np.integer) and 0 <= seed < 2**64
     return [] if legal else [f"seed={seed!r}: must be a whole number of at least 0 and below 2**64"]
 
@@ -271,7 +271,7 @@ def seed_offenders(seed: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Position:
-    """An epoch and the number of its samples already drawn, over all processes together."""
+    """An epoch, and the number of its samples already drawn by all processes together."""
 
     epoch: int = 0
     samples: int = 0
@@ -279,7 +279,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Batching:
-    """How an epoch of n samples is cut into global batches of B.
+    """How an epoch of n samples is cut into global batches of size B.
 
     Attributes:
       num_samples: n.
@@ -292,12 +292,12 @@ class Batching:
     drop_last: bool
 
     def left(self, samples: int = 0) -> int:
-        """Number of batches in an epoch of which `samples` are drawn already."""
+        """Number of batches left in an epoch of which `samples` are already drawn."""
         whole, rest = divmod(max(self.num_samples - samples, 0), self.batch_size)
         return whole if self.drop_last or not rest else whole + 1
 
     def advance(self, start: Position, num_batches: int) -> Position:
-        """The position `num_batches` after `start`. The end of an epoch is the start of the next."""
+        """The position `num_batches` after `start`; the end of an epoch is the start of the next."""
         left = self.left(start.samples)
         if num_batches < left:
             return Position(start.epoch, start.samples + num_batches * self.batch_size)
@@ -311,7 +311,7 @@ class Batching:
         return self.left(start.samples) + (num_epochs - start.epoch - 1) * self.left()
 
     def places(self, position: Position) -> np.ndarray:
-        """Places in the epoch's order of the batch at `position`: int64 [B], wrapping round at the end."""
+        """The places in the epoch's order of the batch at `position`, int64 [B], wrapping around at the end."""
         return (position.samples + np.arange(self.batch_size)) % self.num_samples
 
 
@@ -321,7 +321,7 @@ class Batching:
 
 
 class DistributedSampler:
-    """Indices of one rank's samples: every rank draws the same number, and together they draw the whole dataset.
+    """Yields the sample indices of one rank: all ranks draw equally many, and together the whole dataset.
 
     The rules are those of `torch.utils.data.DistributedSampler`; only the permutation differs, since it comes from
     NumPy's Philox keyed by (seed, epoch). With W replicas, rank r takes entries r, r + W, ... of the epoch's order,
@@ -409,7 +409,7 @@ def _length(dataset_or_n: Sized | int) -> int:
 
 
 class MapDataset(Protocol):
-    """What a dataset must have.
+    """Protocol of a dataset with random access.
 
     Used when they are there too: `__getitems__(indices) -> list` (PyTorch's protocol); `fingerprint`, a string that tells
     this content from any other, which checkpoints keep; and `order_of(epoch, places, *, shuffle, seed) -> indices`, an order of
@@ -423,7 +423,7 @@ class MapDataset(Protocol):
 
 @dataclass(frozen=True)
 class Fetch:
-    """This process's rows of every batch of a dataset.
+    """Makes this process's rows of every batch of a dataset with random access.
 
     Attributes:
       dataset: the samples.
@@ -442,15 +442,15 @@ class Fetch:
 
     @property
     def batch_size(self) -> int:
-        """B, over all processes."""
+        """The global batch size B, over all processes."""
         return self.batching.batch_size
 
     def first(self, epoch: int = 0) -> Position:
-        """The position at the beginning of an epoch."""
+        """The position at the start of an epoch."""
         return Position(epoch)
 
     def batch(self, start: Position, index: int, num_epochs: int | None, worker: int | None) -> tuple[Any, Any, None]:
-        """The batch `index` after a position, and the position after it; None of both after the last epoch."""
+        """The batch `index` after a position, and the position after it; None for both after the last epoch."""
         if num_epochs is not None and index >= self.batching.until(start, num_epochs):
             return None, None, None
         indices = self.indices(position := self.batching.advance(start, index))
@@ -466,7 +466,7 @@ class Fetch:
         return collated(self.collate, samples), self.batching.advance(start, index + 1), None
 
     def indices(self, position: Position) -> list[int]:
-        """Of this process's rows of the batch at a position."""
+        """The dataset indices of this process's rows of the batch at a position."""
         places = self.batching.places(position)[self.rows]
         if (own := getattr(self.dataset, "order_of", None)) is not None:
             return own(position.epoch, places, shuffle=self.shuffle, seed=self.seed).tolist()
@@ -478,13 +478,13 @@ class Fetch:
         return self.batching.drop_last
 
     def identity(self) -> dict[str, int | bool | str]:
-        """What gives a position its meaning."""
+        """The facts without which a position has no meaning: the data's size and fingerprint, and the order."""
         content = getattr(self.dataset, "fingerprint", None)
         known = {} if content is None else {"fingerprint": str(content)}
         return {"num_samples": self.batching.num_samples, "shuffle": self.shuffle, "seed": self.seed} | known
 
     def position(self, state: dict[str, Any]) -> Position:
-        """A saved position, checked."""
+        """Check and return a saved position."""
         position = Position(operator.index(state["epoch"]), operator.index(state["samples"]))
         total = self.batching.num_samples
         if position.epoch < 0 or not 0 <= position.samples <= total:
@@ -493,7 +493,7 @@ class Fetch:
         return position if self.batching.left(position.samples) else Position(position.epoch + 1)
 
     def batches_per_epoch(self) -> int:
-        """How many there are."""
+        """The number of batches in an epoch."""
         return self.batching.left()
 
 

@@ -37,7 +37,7 @@ KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a dev
 
 
 class Folder:
-    """A folder, or one file, whose files are found once and then read one by one.
+    """A folder, or one file, whose files are listed once and then read one by one.
 
     Opening a FIFO waits for a writer and a device may never end, so what a name is gets asked before anything is opened.
 
@@ -76,7 +76,7 @@ class Folder:
         self.files.sort(key=lambda file: file.relative_to(root).as_posix())
 
     def read(self, file: Path, limit: int | None) -> bytes:
-        """The first `limit` bytes of a file that was found, all of them for None; nothing where it cannot be read."""
+        """The first `limit` bytes of a listed file (None: all); a file that cannot be read is noted and gives nothing."""
         try:
             with file.open("rb") as opened:
                 return opened.read(limit)
@@ -85,7 +85,7 @@ class Folder:
             return b""
 
     def words(self) -> str:
-        """What was passed over, as far as the folder was read; empty when nothing was."""
+        """Describe the files that were passed over so far; empty if none was."""
         if not (self.passed_over or self._records):
             return ""
         lines = [f"  {path}: {reason}" for path, reason in sorted(self.passed_over.items())]
@@ -101,7 +101,7 @@ class Folder:
         return "regular files of text" if self._text else "regular files"
 
     def warn(self) -> None:
-        """Log what was passed over."""
+        """Log the files that were passed over."""
         if words := self.words():
             logging.getLogger("axonml_jax").warning("%s", words)  # our own `logging` imports JAX, which --help need not
 
@@ -145,7 +145,7 @@ class Folder:
             self._pass_over(file, found)
 
     def _no_text(self, file: Path) -> str | None:
-        """What a file is by its first bytes, if that is no text. Text has no zeros, by which git tells it too."""
+        """The kind of a binary file, by its first bytes; None for text, which contains no zero byte (git's rule too)."""
         head = self.read(file, _HEAD)
         if (known := next((kind for begin, kind in _BEGINS.items() if head.startswith(begin)), None)) is not None:
             return known
@@ -166,7 +166,7 @@ _CHUNK = 1 << 24
 
 
 def found_files(path: str | os.PathLike, suffixes: Sequence[str], *, text: bool = True) -> list[Path]:
-    """One file, whatever it is called, or those of a folder with these endings, in one order on every machine.
+    """List one file, whatever its name, or a folder's files with these endings, in the same order on every machine.
 
     Raises:
       ValueError: there is no such file or folder, or nothing in it, or it is one file and, where text is asked for, none.
@@ -198,7 +198,7 @@ def checksum(files: Sequence[Path]) -> str:
 
 
 def kept_fields(sample: Any, fields: Sequence[str] | None, where: str) -> Any:
-    """The fields of a sample that are asked for; None: all.
+    """The requested fields of a sample (None: all).
 
     Raises:
       ValueError: one is not there.
@@ -233,7 +233,7 @@ SKIPPED_FOLDERS = frozenset({
 
 
 class TextSplit(NamedTuple):
-    """Bytes to train on and bytes to validate on, from different files (uint8, each one file after the other).
+    """Bytes to train on and bytes to validate on, from different files (uint8, files concatenated).
 
     Their tokens take their place where a tokenizer reads them (int32).
     """
@@ -243,7 +243,7 @@ class TextSplit(NamedTuple):
 
     @property
     def fingerprint(self) -> str:
-        """The CRC-32 of both parts: what tells this text, or these tokens, from others."""
+        """The CRC-32 of both parts, which identifies this text, or these tokens."""
         return f"{zlib.crc32(self.train):08x}-{zlib.crc32(self.valid):08x}"
 
 
@@ -317,7 +317,7 @@ class ByteWindows:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """What tells these windows from others; checkpoints keep it."""
+        """Text that identifies these windows; checkpoints keep it."""
         return f"{self._text or format(zlib.crc32(self.data), '08x')} by {self.length}"
 
     def __len__(self) -> int:
@@ -335,7 +335,7 @@ class ByteWindows:
 
 
 class TokenWindows(ByteWindows):
-    """The same of token ids, int32 [n]."""
+    """Non-overlapping windows of token ids, int32 [n], each with the next token of every position as its target."""
 
     unit, dtype = "token", np.dtype(np.int32)
 
@@ -425,7 +425,7 @@ _SPACE = np.frombuffer(b" \t\r\n", np.uint8)
 
 
 class JsonLinesFiles:
-    """One sample per line that is not blank: a dict. A line is read when it is asked for.
+    """A dataset of JSON lines: one dict per line that is not blank, read on demand.
 
     Args:
       path: a file, or a folder of files ending in `.jsonl` or `.ndjson`, searched with its subfolders.
@@ -447,7 +447,7 @@ class JsonLinesFiles:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """What tells this content from another; checkpoints keep it."""
+        """Text that identifies this content; checkpoints keep it."""
         return f"jsonl {checksum(self.files)} in {len(self.files)}"
 
     def __len__(self) -> int:
@@ -472,7 +472,7 @@ class JsonLinesFiles:
 
 
 def _line_starts(file: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Where every line that is not blank begins and ends, int64."""
+    """The start and end offsets of every line that is not blank, int64."""
     if not file.stat().st_size:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     data = np.memmap(file, np.uint8, "r")
@@ -495,7 +495,7 @@ PARQUET = (".parquet",)
 
 
 class ParquetFiles:
-    """One sample per row: a dict. The row group of the last row stays in memory, so that neighbours come cheap.
+    """A dataset of Parquet rows, one dict each; the last row's group stays in memory, so that neighbours are cheap to read.
 
     Args:
       path: a file, or a folder of files ending in `.parquet`, searched with its subfolders.
@@ -531,7 +531,7 @@ class ParquetFiles:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """What tells this content from another; checkpoints keep it."""
+        """Text that identifies this content; checkpoints keep it."""
         return f"parquet {checksum(self.files)} in {len(self.files)}"
 
     def __len__(self) -> int:
@@ -573,7 +573,7 @@ def _opened(file: Path) -> Any:
 
 @contextmanager
 def _naming(file: Path) -> Iterator[None]:
-    """Whatever pyarrow says of a file's content becomes one kind of error, with its name.
+    """Turn pyarrow's errors about a file's content into one kind of error that names the file.
 
     Errors of the disk stay as they are; pyarrow's own of the same kind have no number.
     """
@@ -600,7 +600,7 @@ def _parquet() -> Any:
 
 
 class TextFiles:
-    """One sample per file: {"text": its content, "path": its name under the folder}.
+    """A dataset of text files: one {"text": content, "path": name under the folder} per file.
 
     Args:
       path: a folder, searched with its subfolders, or one file.
@@ -620,14 +620,14 @@ class TextFiles:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """What tells this content from another; checkpoints keep it."""
+        """Text that identifies this content; checkpoints keep it."""
         return f"text {checksum(self.files)} in {len(self.files)}"
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> dict[str, str]:
-        """File `index`, in the order of names. Bytes that are no UTF-8 become U+FFFD."""
+        """File `index`, in the order of names; invalid UTF-8 becomes U+FFFD."""
         file = self.files[index]
         name = file.name if file == self.root else file.relative_to(self.root).as_posix()
         return kept_fields({"text": file.read_bytes().decode(errors="replace"), "path": name}, self.fields, str(file))
@@ -645,7 +645,7 @@ _TABLES = (".json", ".csv", ".tsv")
 
 
 def records_beside_text(path: str | os.PathLike, without: str | os.PathLike | None = None) -> list[str]:
-    """The names of JSON lines and Parquet files in a folder, none of a file; `without`: a folder in it that does not count.
+    """The JSON lines and Parquet files of a folder (none for a file); `without`: a folder in it to ignore.
 
     Raises:
       ValueError: it is a file of which nobody knows whether it holds text.
@@ -661,7 +661,7 @@ def records_beside_text(path: str | os.PathLike, without: str | os.PathLike | No
 def open_dataset(
     path: str | os.PathLike, format: str | None = None, *, fields: Sequence[str] | None = None
 ) -> TextFiles | JsonLinesFiles | ParquetFiles:
-    """Files as a dataset with random access, whose samples are dicts; nothing but an index is kept in memory.
+    """Open files as a dataset of dicts with random access; only an index is kept in memory.
 
     Args:
       path: a file, or a folder, searched with its subfolders.
@@ -680,7 +680,7 @@ def open_dataset(
 
 
 def guessed_format(path: str | os.PathLike) -> str:
-    """The format that the name of a file says, or the names in a folder.
+    """The format that a file's name implies, or the names in a folder.
 
     Raises:
       ValueError: the name says that there are records, and not which of the formats they have.

@@ -1,4 +1,4 @@
-"""Sources that are walked from their start, and mixtures; a place in them can be found again."""
+"""Iterable sources that are read from their start, and mixtures of sources; a position in them can be resumed."""
 
 import copy
 import functools
@@ -26,7 +26,7 @@ _BLOCK = 1024
 
 
 class Shares:
-    """Which source every sample of an endless mixture comes from, by its number alone.
+    """Computes the source of every sample of an endless mixture from the sample's number alone.
 
     Samples come in blocks. After every block the number drawn of a source is the one its share says, rounded; inside, the
     sources' order is drawn from the seed.
@@ -56,7 +56,7 @@ class Shares:
         self._drawn = functools.lru_cache(maxsize=8)(self._draw)
 
     def before(self, number: int) -> list[int]:
-        """How many samples of every source come before sample `number`, where a block begins."""
+        """The number of samples of every source before sample `number`, at which a block begins."""
         ends = [0, *((number * part + Fraction(1, 2)).__floor__() for part in self._cumulative)]
         return [right - left for left, right in pairwise(ends)]
 
@@ -65,7 +65,7 @@ class Shares:
         return self.places(numbers)[0]
 
     def places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The sources of samples by number, and which of the source's samples each is: int64 [n] both."""
+        """The source of each sample, by number, and the sample's index in that source; int64 [n] both."""
         blocks, inside = np.divmod(np.asarray(numbers, np.int64), self.block)
         source, place = np.empty_like(inside), np.empty_like(inside)
         for block in np.unique(blocks):
@@ -87,7 +87,7 @@ class Shares:
 
 
 class Mixture:
-    """Datasets as one, whose epochs have samples of each in its share; a source that runs out begins again.
+    """Several datasets as one, whose epochs have samples of each in its share; an exhausted source restarts.
 
     As a dataset it is the sources one after the other, and its epochs are as long; `order_of` says which of them an epoch has.
     Made by `mix`.
@@ -101,7 +101,7 @@ class Mixture:
         self._order = self._remembering()
 
     def _remembering(self) -> Callable[..., np.ndarray]:
-        """`epoch_order`, which keeps the newest two of every source as long as the mixture lives."""
+        """A cached `epoch_order`, which keeps the two newest orders of every source for the mixture's lifetime."""
         return functools.lru_cache(maxsize=2 * len(self._sizes))(_order)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class Mixture:
 
     @property
     def fingerprint(self) -> str:
-        """What tells this mixture from another."""
+        """Text that identifies this mixture."""
         contents = [f"{name}: {getattr(each, 'fingerprint', len(each))}" for name, each in self.sources.items()]
         return f"{', '.join(contents)} mixed {self._about}"
 
@@ -121,7 +121,7 @@ class Mixture:
         return int(self._firsts[-1])
 
     def __getitem__(self, index: int) -> Any:
-        """Sample `index` of the sources one after the other."""
+        """Sample `index` of the concatenated sources."""
         index = range(len(self))[index]
         which = int(np.searchsorted(self._firsts, index, side="right")) - 1
         return list(self.sources.values())[which][int(index - self._firsts[which])]
@@ -140,7 +140,7 @@ class Mixture:
 
 
 def checked_weights(weights: Mapping[str, float], seed: int) -> None:
-    """Refuse what is no mixture.
+    """Refuse invalid weights or seeds of a mixture.
 
     Raises:
       ValueError: lists every offender.
@@ -169,7 +169,7 @@ _DOORS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
 
 @dataclass(frozen=True)
 class Stream:
-    """An iterable source, walked from its start in every epoch.
+    """An iterable source, read from its start in every epoch.
 
     Attributes:
       source: something to iterate over again and again (`__iter__`), a function that returns such a thing or an iterator, or an
@@ -187,11 +187,11 @@ class Stream:
 
     @property
     def once(self) -> bool:
-        """Whether the samples can be read one single time."""
+        """Whether the source is an iterator, which can be read only once."""
         return isinstance(self.source, Iterator)
 
     def open(self) -> Iterable:
-        """What can be iterated over."""
+        """The iterable: what the source function returns, or the source itself."""
         return self.source() if callable(self.source) and not isinstance(self.source, Iterable) else self.source
 
 
@@ -230,13 +230,13 @@ class StreamWalk:
         return sample
 
     def place(self) -> dict[str, Any]:
-        """Where the next sample is: samples before its window, the source's own state there if it keeps one, places inside."""
+        """The position of the next sample: samples before its window, the source's own state there, and the place inside."""
         if self._inside >= len(self._window):
             self._pass()
         return {"drawn": self._drawn, "inside": self._inside, "own": self._own, "ended": self._ended}
 
     def _pass(self) -> None:
-        """Leave a window that is read to its end."""
+        """Leave a window that has been read to its end."""
         if self._window:
             # A source that was read to its end may say that it is at its start: its state is not asked for.
             self._ended = len(self._window) < self._stream.window
@@ -251,7 +251,7 @@ class StreamWalk:
         return [samples[i] for i in _window_order(len(samples), self._stream.seed, self._epoch, self._drawn)]
 
     def _found(self) -> Iterator[Any]:
-        """An iterator at the place: by the source's own state, or past what was drawn before."""
+        """An iterator at the saved position: by the source's own state, or by skipping what was drawn before."""
         iterator = iter(self._source)
         if self._own is not None and (load := _door(iterator, 1)) is not None:
             load(copy.deepcopy(self._own))
@@ -285,7 +285,7 @@ class StreamWalk:
 
 @dataclass
 class _Kept:
-    """Of a source that keeps its place in itself.
+    """What is remembered of a source that keeps its position in itself.
 
     Attributes:
       start: its state before it was walked; None: it has none.
@@ -298,7 +298,7 @@ class _Kept:
     ended: bool = True
 
     def to_load(self, told: bool) -> Any:
-        """The state to set for an epoch's start; None: none. Who is not `told` epochs may count them, and is left alone."""
+        """The state to set at an epoch's start; None for none, as when the source may count epochs itself (not `told`)."""
         return self.start if (self.loaded and told) or not self.ended else None
 
 
@@ -306,7 +306,7 @@ _KEPT = "_axonml_jax_start"
 
 
 def _kept_of(source: Any) -> _Kept:
-    """What is kept with a source, so that all its loaders know it, and worker processes."""
+    """The record kept on a source object, so that all its loaders and worker processes share it."""
     if _door(source, 0) is None or not hasattr(source, "__dict__"):
         return _Kept()
     if _KEPT not in vars(source):
@@ -316,7 +316,7 @@ def _kept_of(source: Any) -> _Kept:
 
 
 def _door(what: Any, which: int) -> Callable | None:
-    """How a source's own state is read (0) or set (1), if it has one."""
+    """The method that reads (0) or sets (1) a source's own state, if it has one."""
     return next((getattr(what, names[which]) for names in _DOORS if all(hasattr(what, name) for name in names)), None)
 
 
@@ -366,7 +366,7 @@ _ENDLESS = 2**60
 
 
 def _nearly_a_dataset(given: Any) -> str:
-    """What to give in the place of something that has the methods of a dataset, and is none; empty for all else."""
+    """A message for objects that have a dataset's methods but are not one; empty for all else."""
     if isinstance(given, type) and hasattr(given, "__len__") and hasattr(given, "__getitem__"):
         return f"{given.__name__} is a class: give an object of it, {given.__name__}(...)"
     kind = type(given).__name__
@@ -406,7 +406,7 @@ def _only_iterates(given: Any) -> bool:
 
 
 class NoBatch(ValueError):
-    """All samples of a source together fill no batch.
+    """Raised when all samples of a source together fill no batch.
 
     Args:
       num_samples: how many there are.
@@ -426,7 +426,7 @@ class NoBatch(ValueError):
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """An epoch, the number of its samples already drawn over all processes together, and the source's place there."""
+    """An epoch, the number of its samples already drawn by all processes, and the source's position there."""
 
     epoch: int = 0
     samples: int = 0
@@ -434,7 +434,7 @@ class StreamPosition:
 
 
 class StreamFeed:
-    """This process's rows of every batch of a stream. A sample's number in the stream says whose it is.
+    """Makes this process's rows of every batch of a stream; a sample's number decides whose it is.
 
     What lies between the batches that are asked for is walked over, and not collated: worker processes share the batches, and
     each walks the whole stream.
@@ -464,7 +464,7 @@ class StreamFeed:
         return self.__dict__ | {"_walking": None}
 
     def first(self, epoch: int = 0) -> StreamPosition:
-        """The position at the beginning of an epoch."""
+        """The position at the start of an epoch."""
         return StreamPosition(epoch)
 
     def batch(
@@ -483,13 +483,13 @@ class StreamFeed:
         return collated(self.collate, [samples[row] for row in self.rows]), position(), seen
 
     def identity(self) -> dict[str, int | bool | str]:
-        """What gives a position its meaning."""
+        """The facts without which a position has no meaning: the source's fingerprint, window and seed."""
         content = getattr(self.stream.source, "fingerprint", None)
         known = {} if content is None else {"fingerprint": str(content)}
         return {"window": self.stream.window, "seed": self.stream.seed} | known
 
     def position(self, state: dict[str, Any]) -> StreamPosition:
-        """A saved position, checked."""
+        """Check and return a saved position."""
         place = state["place"]
         if place is not None and sorted(place) != ["drawn", "ended", "inside", "own"]:
             raise ValueError(f"load_state_dict: place={place} is no place in an iterable source")
@@ -499,11 +499,11 @@ class StreamFeed:
         return position
 
     def batches_per_epoch(self) -> int:
-        """Unknown."""
+        """Raise a TypeError: the number is not known."""
         raise TypeError("an iterable source does not know how many batches an epoch has; it can only be iterated over")
 
     def _batches(self, start: StreamPosition, num_epochs: int | None, worker: int | None) -> Iterator:
-        """Every batch as its samples, and a function that gives the position after it."""
+        """Yield every batch as its samples, with a function that returns the position after it."""
         epochs = count(start.epoch) if num_epochs is None else range(start.epoch, num_epochs)
         for epoch in epochs:
             samples, place = (start.samples, start.place) if epoch == start.epoch else (0, None)
@@ -518,7 +518,7 @@ class StreamFeed:
                 raise NoBatch(len(batch), self.batch_size)
 
     def _start_again(self, epoch: int, had: int, worker: int | None) -> list[Any]:
-        """Samples from the epoch's start that fill its last batch up."""
+        """Samples from the epoch's start that fill up its last batch."""
         samples: list[Any] = []
         while len(samples) < self.batch_size - had:
             more = self._take(self._open(epoch, None), self.batch_size - had - len(samples), epoch, 0, worker)
@@ -547,7 +547,7 @@ class StreamFeed:
 
 
 def _checksum(samples: Sequence) -> int:
-    """The CRC-32 of samples, as far as they are arrays and text: the same wherever these are."""
+    """The CRC-32 of the samples' arrays and texts, which is the same in every process."""
     found = 0
     with suppress(Exception):  # what another framework cannot give NumPy
         for leaf in map(np.asarray, jax.tree.leaves(samples)):
@@ -556,7 +556,7 @@ def _checksum(samples: Sequence) -> int:
 
 
 def refuse_once_in_workers(stream: Stream, num_workers: int) -> None:
-    """An iterator cannot be sent to another process."""
+    """Refuse an iterator with worker processes, to which it cannot be sent."""
     if stream.once and num_workers and multiprocessing.parent_process() is None:
         raise TypeError(
             f"num_workers={num_workers}: a {type(stream.source).__name__} cannot be sent to worker processes; give the "
@@ -577,7 +577,7 @@ def mix(
     *,
     seed: int = 0,
 ) -> "Mixture | StreamMixture":
-    """Several sources as one, with samples of each in its share.
+    """Mix several sources into one, with samples of each in its share.
 
     After every block of samples (1,024, more where a share is smaller than one in 1,024) the number drawn of each source is
     what its share says, rounded; inside a block the order is drawn from the seed. A source that runs out
@@ -612,7 +612,7 @@ def mix(
 
 
 class StreamMixture:
-    """An endless iterable of several sources' samples; its iterator keeps its place in each. Made by `mix`."""
+    """An endless iterable that mixes several sources; its iterator keeps a position in each. Made by `mix`."""
 
     def __init__(self, sources: Mapping[str, Any], weights: Sequence[float], seed: int = 0):
         self.shares = Shares(weights, seed)
@@ -624,7 +624,7 @@ class StreamMixture:
 
     @property
     def fingerprint(self) -> str:
-        """What tells this mixture from another, as far as its sources say."""
+        """Text that identifies this mixture, as far as its sources identify themselves."""
         contents = {name: getattr(stream.source, "fingerprint", "unknown") for name, stream in self.streams.items()}
         return f"{', '.join(f'{name}: {content}' for name, content in contents.items())} mixed {self._about}"
 
@@ -633,7 +633,7 @@ class StreamMixture:
 
 
 class MixedSamples:
-    """The samples of a `StreamMixture`, from the start or from a saved place."""
+    """Iterator over the samples of a `StreamMixture`, from the start or from a saved position."""
 
     def __init__(self, mixture: StreamMixture):
         self._shares, self._streams = mixture.shares, list(mixture.streams.items())
@@ -662,12 +662,12 @@ class MixedSamples:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """How many samples were drawn, and the place in every source."""
+        """The number of samples drawn, and the position in every source."""
         places = self._places if self._walks is None else [walk.place() for walk in self._walks]
         return {"number": self._number, "epochs": list(self._epochs), "places": places}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a saved position."""
         self._number, self._epochs, self._places = state["number"], list(state["epochs"]), list(state["places"])
         self._walks, self._ahead = None, []
 
@@ -684,7 +684,7 @@ class MixedSamples:
 
 
 class InEpochOrder:
-    """A dataset with random access as an iterable: a new permutation in every epoch, a place found without reading."""
+    """A dataset with random access as an iterable: a new permutation every epoch, resumed without reading."""
 
     def __init__(self, dataset: MapDataset | Columns, seed: int):
         self.dataset, self.seed = dataset, seed
@@ -692,11 +692,11 @@ class InEpochOrder:
 
     @property
     def fingerprint(self) -> str:
-        """What tells the dataset from another."""
+        """Text that identifies the dataset."""
         return str(getattr(self.dataset, "fingerprint", len(self.dataset)))
 
     def set_epoch(self, epoch: int) -> None:
-        """Which permutation comes next."""
+        """Choose the permutation that comes next."""
         self._epoch = epoch
 
     def __iter__(self) -> "OneEpoch":
@@ -705,7 +705,7 @@ class InEpochOrder:
 
 
 class OneEpoch:
-    """The samples of one permutation."""
+    """Iterator over the samples of one permutation."""
 
     def __init__(self, dataset: MapDataset | Columns, order: np.ndarray):
         self._dataset, self._order, self._at = dataset, order, 0
@@ -724,9 +724,9 @@ class OneEpoch:
             raise LoadingError(f"sample {index} of a mixture's source raised StopIteration: {error}") from error
 
     def state_dict(self) -> dict[str, int]:
-        """How many were drawn."""
+        """The number of samples drawn."""
         return {"at": self._at}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after so many."""
+        """Continue after that number of samples."""
         self._at = state["at"]

@@ -174,7 +174,7 @@ class SavedModel(abc.ABC):
         return self.variables
 
     def read_outside(self, constants: Iterable[Any]) -> set[str]:
-        """Paths of the model's parameters that appear among a program's constants, as arrays of a module that the user holds."""
+        """Paths of the model's parameters that are among a program's constants, as arrays of a module that the user holds."""
         arrays = {id(value) for value in constants}
         if not arrays:
             return set()

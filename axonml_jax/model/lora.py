@@ -197,7 +197,7 @@ class Lora:
 
 
 def _sides(name: str, shapes: Mapping[str, Any], stacked: int, layer: Sides | None, listed: bool) -> Sides | str:
-    """Find which dims of a target are stacked, input and output: from its layer, metadata, `stacked` or bias; or say why not."""
+    """Find a target's stacked, input and output dims from its layer, metadata, `stacked` or bias; or say why that fails."""
     count = len(shapes[name].shape)
     if layer is None or (not layer.stacked and layer.roles == "io"):
         if listed:

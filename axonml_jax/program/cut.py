@@ -1,4 +1,4 @@
-"""Cutting a program: what comes before, segments, sinks of gradients, and what is computed again."""
+"""Cuts a program into a prelude, segments, hooks that collect gradients, and what is recomputed."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
@@ -42,7 +42,7 @@ from axonml_jax.program.program import (
 
 @dataclass(frozen=True)
 class Marks:
-    """What every value of a program is made of.
+    """A program's equations sorted into weights, what is derived from them, and work.
 
     Attributes:
       weights: number -> weight, for the weights themselves.
@@ -58,7 +58,7 @@ class Marks:
 
 
 def mark(program: Program, weights: Mapping[int, int]) -> Marks:
-    """Tell the work of a program from the preparation of its weights (given as number -> weight)."""
+    """Separate the work of a program from the preparation of its weights (given as number -> weight)."""
     made_of = {number: frozenset((weight,)) for number, weight in weights.items()}
     results, work = set(names_of(program.outputs)), []
     for position, equation in enumerate(program.equations):
@@ -95,7 +95,7 @@ LITTLE = 16
 
 
 def all_but_elementwise(result: Saveable) -> bool:
-    """Whether a result is kept for the backward, as `SaveWhere` asks: whatever is not elementwise or moved about.
+    """The policy (see `SaveWhere`) that keeps every result for the backward except elementwise ones and moved data.
 
     Products, sums, random bits, lookups and collectives are never done twice. Comparisons of floats are kept, a byte each:
     dropout's mask instead of the bits it is made of. So is what little is taken of a large array: the one column that counts
@@ -116,7 +116,7 @@ def all_but_elementwise(result: Saveable) -> bool:
 
 
 def sums(result: Saveable) -> bool:
-    """Whether a result is a sum over ranks: kept by every policy, as no backward should send what its forward has sent.
+    """The policy that keeps sums over ranks, as every policy does: no backward should repeat the forward's communication.
 
     A sum takes a row per token. What is gathered takes as many times its part as there are ranks: it is sent again.
     """
@@ -130,7 +130,7 @@ def is_sum(name: str) -> bool:
 
 
 def products_and_sums(result: Saveable) -> bool:
-    """Whether a result is kept where all is made again but weight multiplications, whose results `run_named` names."""
+    """The policy that recomputes all but the results of weight products, which `run_named` names, and sums over ranks."""
     return sums(result) or result.given_name in (PRODUCTS, PRODUCT_PARTS)
 
 
@@ -164,7 +164,7 @@ def _named_results(names: Mapping[int, str], equation: Equation, operands: Seque
 
 
 def named(value: Any, name: str) -> Any:
-    """A value with a name for checkpoint policies; a complex one with its parts named."""
+    """Name a value for checkpoint policies; of a complex one its real and imaginary parts."""
     if not jnp.iscomplexobj(value):
         return checkpoint_name(value, name)
     return jax.lax.complex(checkpoint_name(value.real, name), checkpoint_name(value.imag, name))
@@ -197,7 +197,7 @@ Hook = Callable[[Sequence[int], Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 @dataclass
 class _Level:
-    """Where inputs are hooked: in the program itself, or in the body of a scan.
+    """One level at which inputs are hooked: the program itself, or the body of a scan.
 
     Attributes:
       program: it; calls that read hooked inputs are opened.
@@ -229,7 +229,7 @@ def sink(
     hook: Hook,
     sliceable: Sliceable = lambda leaf, depth: True,
 ) -> Callable[..., PyTree]:
-    """Trace `fun(read, *args)` and return a function of (inputs, extras, *args) that hooks each input at its first use.
+    """Trace `fun(read, *args)`; returns a function of (inputs, extras, *args) that hooks each input at its first use.
 
     Args:
       fun: a function of a pytree of arrays and anything else.
@@ -283,7 +283,7 @@ class _Input:
 
 
 class _Pending:
-    """The inputs of one level: raw until the place of their group's hook is reached, then what the hook returned."""
+    """The inputs of one level: unchanged up to the place of their group's hook, then what the hook returned."""
 
     def __init__(self, level: _Level, inputs, extras, read, group: Grouping, hook: Hook):
         self.inputs, self.extras, self.group, self.hook = inputs, extras, group, hook
@@ -444,7 +444,7 @@ def cut(
 
 
 def segments_of(program: Program, marks: Marks, units: Iterable[Sequence[int]]) -> list[Segment]:
-    """The work of a program in segments, of which each hands on least: see `cut`. All weights are read whole."""
+    """Split the work of a program into segments that hand on few bytes (see `cut`); all weights are read unsliced."""
     pieces = _pieces(marks, {}, units)
     _narrow(program, marks, {}, pieces)
     if len(pieces) > 1 and not any(marks.used[position] for position in pieces[0]):
@@ -453,7 +453,7 @@ def segments_of(program: Program, marks: Marks, units: Iterable[Sequence[int]]) 
 
 
 def _scanned(program: Program, marks: Marks, sliceable: Collection[int]) -> dict[int, dict[int, int]]:
-    """For every scan the weights that are scanned over there and read nowhere else: operand position -> weight."""
+    """Map every scan to the weights that are scanned over in it and read nowhere else: operand position -> weight."""
     counts, found = reads(program), {}
     for position in marks.work:
         equation = program.equations[position]
@@ -468,7 +468,7 @@ def _scanned(program: Program, marks: Marks, sliceable: Collection[int]) -> dict
 
 
 def _pieces(marks: Marks, scanned: Mapping, units: Iterable[Sequence[int]]) -> list[list[int]]:
-    """The work in runs of equations: one per scan over weights, one per unit that overlaps no other, and the rest."""
+    """Split the work into runs of equations: one per scan over weights, one per unit that overlaps no other, and the rest."""
     span: dict[int, list[int]] = {}
     for position in marks.work:
         for weight in marks.used[position] - set(scanned.get(position, {}).values()):
@@ -495,7 +495,7 @@ def _pieces(marks: Marks, scanned: Mapping, units: Iterable[Sequence[int]]) -> l
 
 
 def _narrow(program: Program, marks: Marks, scanned: Mapping, pieces: list[list[int]]) -> None:
-    """Moves the ends of pieces, in place, to where the fewest bytes are handed on, of those places after their last weight.
+    """Move the ends of pieces, in place, to where the fewest bytes are handed on, among places after their last weight.
 
     What follows a block's last weight may be the beginning of the next block: a norm up to its weight. With the block it would
     have to be made again from the block's last product.

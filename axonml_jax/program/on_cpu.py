@@ -1,4 +1,4 @@
-"""What a traced program is changed to before XLA:CPU compiles it."""
+"""Changes to a traced program before XLA:CPU compiles it: an order of collectives, and faster kernel gradients."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +31,7 @@ from axonml_jax.program.values import stays
 
 
 def collectives_in_order(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
-    """Run a traced program; in what its `shard_map`s map, collectives begin in the order in which they were called.
+    """Run a traced program such that, inside its `shard_map`s, collectives begin in the order of their calls.
 
     Args:
       jaxpr: what `trace` returns.
@@ -54,12 +54,12 @@ def _with_order_inside(equation: Equation, operands: list[Any]) -> list[Any] | N
 
 
 def may_overlap(jaxpr: Any) -> bool:
-    """Whether a traced program has, at one level, a loop with collectives and anything else with some."""
+    """Whether a traced program has, at any one level, a loop with collectives beside another equation with collectives."""
     return _may_overlap(read_program(jaxpr))
 
 
 def _may_overlap(program: Program) -> bool:
-    """Whether there is a loop with collectives and anything else with some, at one level of a program."""
+    """The same of a program: a loop with collectives beside another equation with collectives, at any one level."""
     sending = [equation for equation in program.equations if _sends(equation)]
     return (len(sending) > 1 and any(map(_loops, sending))) or any(
         _may_overlap(body) for equation in sending for body in equation.bodies
@@ -67,7 +67,7 @@ def _may_overlap(program: Program) -> bool:
 
 
 def _sends(equation: Equation) -> bool:
-    """Whether an equation is a collective of arrays that are not empty, or has one inside."""
+    """Whether an equation is a collective of arrays that are not empty, or contains one."""
     if rule_of(equation.name).sends is not None:
         return any(given.size for given in equation.op.given)
     bodies = equation.bodies  # of most equations none
@@ -79,7 +79,7 @@ def _is_loop(equation: Equation) -> bool:
 
 
 def _loops(equation: Equation) -> bool:
-    """Whether an equation that sends is a loop, or has one that sends inside."""
+    """Whether an equation that sends is a loop, or contains a loop that sends."""
     return _is_loop(equation) or any(
         _sends(inner) and _loops(inner) for body in equation.bodies for inner in body.equations
     )
@@ -87,7 +87,7 @@ def _loops(equation: Equation) -> bool:
 
 @dataclass(frozen=True)
 class _Value:
-    """An array, and after which of the program's collectives and loops it is made, a bit each."""
+    """An array, and a bit mask of the program's collectives and loops that it comes after."""
 
     array: Any
     after: int
@@ -95,7 +95,7 @@ class _Value:
 
 @dataclass
 class _Order:
-    """What has been run of a program so far.
+    """The state of running a program with its collectives in order.
 
     Attributes:
       read: the values that something reads.
@@ -110,7 +110,7 @@ class _Order:
     loops: list[bool] = field(default_factory=list)
 
     def __call__(self, equation: Equation, operands: list[Any]) -> Sequence[Any]:
-        """Run an equation, after what it must not overlap with."""
+        """Run an equation after the collectives and loops that it must not overlap with."""
         arrays = [each.array if isinstance(each, _Value) else each for each in operands]
         after = 0
         for each in operands:
@@ -133,7 +133,7 @@ class _Order:
         return [_Value(each, behind) for each in made]
 
     def _trips_alike(self, equation: Equation, length: int) -> list[_Value]:
-        """A scan that takes nothing, and so has nothing to wait by: one trip, in this order, stands for all."""
+        """Run one trip of a scan without operands, which has nothing to wait for, in this order, and repeat its results."""
         assert equation.body is not None
         made = run_program(equation.body, [], replace(self, read=_read(equation.body)))
         values = [each if isinstance(each, _Value) else _Value(each, 0) for each in made]
@@ -147,19 +147,19 @@ def _in_order(program: Program, values: Sequence[Any]) -> list[Any]:
 
 
 def _read(program: Program) -> set[int]:
-    """The values of a program that something reads."""
+    """The numbers of the values that an equation or the result of a program reads."""
     return {number for equation in program.equations for number in equation.read}.union(names_of(program.outputs))
 
 
 def _run(equation: Equation, arrays: Sequence[Any]) -> list[Any]:
-    """An equation that sends; what is in loops, branches and recomputed calls has an order of its own there."""
+    """Run an equation that sends; loops, branches and recomputed calls order the collectives inside of them."""
     inside = any(map(_may_overlap, equation.bodies))
     made = run_bodies(equation, arrays, _in_order) if inside else None
     return equation.op.bind(arrays) if made is None else made
 
 
 def _waiting(equation: Equation, arrays: Sequence[Any], ends: Sequence[Any]) -> list[Any]:
-    """The operands of an equation that sends, of which those that its collectives read wait for `ends`."""
+    """The operands of an equation that sends; those that its collectives read are made to wait for `ends`."""
     found, starts = list(arrays), _starts(equation)
     if not starts or not ends:
         raise _no_order(equation)
@@ -179,7 +179,7 @@ def _no_order(equation: Equation) -> ValueError:
 
 
 def _starts(equation: Equation) -> list[int]:
-    """The operands without which an equation that sends cannot begin to; none where there are no such operands."""
+    """The indices of the operands without which an equation that sends cannot start; empty if there are none."""
     able = [k for k, given in enumerate(equation.op.given) if can_wait(given)]
     if rule_of(equation.name).sends is not None:
         return able
@@ -198,7 +198,7 @@ def _starts(equation: Equation) -> list[int]:
 
 
 def _covering(program: Program, able: Sequence[int], cost: Callable[[int], Any]) -> list[int | None]:
-    """Inputs such that every collective inside depends on one, the cheapest of each; None where one depends on none."""
+    """The cheapest inputs on which all collectives inside depend; None if a collective depends on no input."""
     reached, sets = {number: {k} for k, number in enumerate(program.inputs)}, []
     for equation in program.equations:
         given: set[int] = set().union(*(reached.get(number, set()) for number in equation.read))
@@ -213,7 +213,7 @@ def _covering(program: Program, able: Sequence[int], cost: Callable[[int], Any])
 
 
 def _ends(equation: Equation, made: Sequence[Any], read: Collection[int]) -> list[Any]:
-    """Results that are there only when all that an equation sends has come; of a loop one, if possible one that is read."""
+    """Results that exist only after all of an equation's collectives; for a loop one result, preferably one that is read."""
     able = [k for k, each in enumerate(made) if can_wait(each)]
     is_read = lambda k: equation.outputs[k] in read
     if not _is_loop(equation):
@@ -242,7 +242,7 @@ MOST_BYTES = 8 * 2**20
 
 
 def with_transposed_operands(jaxpr: Any) -> Any:
-    """A traced step, with gradients of kernels from operands that are transposed first.
+    """Rewrite the kernel gradients of a traced step to transpose their operands first.
 
     Nothing else changes, nor do the numbers but for the order in which rows are added. A `shard_map` that leaves an axis to
     XLA's partitioner stays as it is.
@@ -262,7 +262,7 @@ def _is_manual(op: Operation) -> bool:
 
 
 def _at(op: Operation, reader: Reader, writer: Writer) -> bool:
-    """Write a kernel's gradient anew, if the operation is one and gains."""
+    """Rewrite an operation if it is a kernel's gradient and gains from it."""
     if op.name != "dot_general" or not _gains(op):
         return False
     x, y = op.operands
@@ -279,7 +279,7 @@ def _at(op: Operation, reader: Reader, writer: Writer) -> bool:
 
 
 def _gains(op: Operation) -> bool:
-    """Whether a product sums over the rows of two matrices that are large enough."""
+    """Whether a product contracts the rows of two float32 matrices that are large enough."""
     x, y = op.given
     rows = op.contraction.contracted == ((0,), (0,)) and x.ndim == y.ndim == 2
     alike = x.dtype == y.dtype == op.made[0].dtype == np.float32

@@ -30,27 +30,27 @@ T = TypeVar("T")
 
 
 def is_constant(atom: Atom) -> bool:
-    """Whether an atom is a constant."""
+    """Whether an atom is a literal constant."""
     return isinstance(atom, Literal)
 
 
 def names_of(atoms: Iterable[Atom]) -> tuple[Any, ...]:
-    """The atoms that are names, in order."""
+    """The atoms that name values, in order."""
     return tuple([atom for atom in atoms if not isinstance(atom, Literal)])
 
 
 def among(atom: Atom, some: Collection[Hashable]) -> bool:
-    """Tells whether an atom names one of some values; a constant names none."""
+    """Whether an atom names one of some values; a constant never does."""
     return not is_constant(atom) and atom in some
 
 
 def entry_of(atom: Atom, table: Mapping[Any, T], otherwise: T) -> T:
-    """What a table says about the value that an atom names; `otherwise` for those that it lacks, and for constants."""
+    """Look up an atom's value in a table; `otherwise` for missing ones and constants."""
     return otherwise if is_constant(atom) else table.get(atom, otherwise)
 
 
 def value_of(atom: Atom, env: Mapping[Any, Any]) -> Any:
-    """The value that an equation reads: the one of that name, or the constant."""
+    """The value of an atom: from the environment, or its constant."""
     return atom.val if is_constant(atom) else env[atom]
 
 
@@ -60,7 +60,7 @@ def values_of(atoms: Iterable[Atom], env: Mapping[Any, Any]) -> list[Any]:
 
 
 def result_of(atom: Atom, env: Mapping[Any, Any]) -> Any:
-    """The value that a program returns: an array always, of the dtype that was traced."""
+    """The value of a program's output atom, always as an array of the traced dtype."""
     return jnp.asarray(atom.val, atom.aval.dtype) if is_constant(atom) else env[atom]
 
 
@@ -86,7 +86,9 @@ Follow = Callable[[Operation, int, int, int], int | None]
 
 
 def same(op: Operation, k: int, dim: int, parts: int) -> int | None:
-    """Elementwise: the same dim, where the operand is not spread over it. Bits cast to another width have other dims."""
+    """Follow a dim through an elementwise operation: the same dim, unless the operand is broadcast or its bits are
+    regrouped.
+    """
     given, made = op.given[k].shape, op.made[0].shape
     return dim if len(given) == len(made) and given[dim] == made[dim] else None
 
@@ -101,7 +103,7 @@ def _transpose(op: Operation, k: int, dim: int, parts: int) -> int | None:
 
 
 def _reshape(op: Operation, k: int, dim: int, parts: int) -> int | None:
-    """A dim goes on where one of the new shape begins with it, and divides too."""
+    """Follow a dim through a reshape: to the dim of the new shape that begins at the same place, if it divides."""
     old, new = op.given[0].shape, op.made[0].shape
     before = math.prod(old[:dim])
     begins = [j for j, size in enumerate(new) if size > 1 and math.prod(new[:j]) == before]
@@ -109,7 +111,7 @@ def _reshape(op: Operation, k: int, dim: int, parts: int) -> int | None:
 
 
 def _without(name: str) -> Follow:
-    """Dims named by an option go."""
+    """Follow dims through an operation that removes the dims in an option."""
 
     def follow(op: Operation, k: int, dim: int, parts: int) -> int | None:
         gone = op.options[name]
@@ -120,7 +122,7 @@ def _without(name: str) -> Follow:
 
 
 def _beside(name: str) -> Follow:
-    """Something happens along the dims named by an option; all others go on."""
+    """Follow dims through an operation that acts along the dims in an option; all others are unchanged."""
 
     def follow(op: Operation, k: int, dim: int, parts: int) -> int | None:
         along = op.options[name]
@@ -131,12 +133,12 @@ def _beside(name: str) -> Follow:
 
 
 def _whole(op: Operation, k: int, dim: int, parts: int) -> int | None:
-    """What is taken whole goes on."""
+    """Follow a dim of the operand if the operation takes it in full."""
     return dim if k == 0 and op.given[0].shape[dim] == op.made[0].shape[dim] else None
 
 
 def _updated(op: Operation, k: int, dim: int, parts: int) -> int | None:
-    """What is written whole goes on, of the array and of what is written into it."""
+    """Follow a dim of an array and of its update, if the update covers it in full."""
     return dim if k < 2 and op.given[0].shape[dim] == op.given[1].shape[dim] else None
 
 
@@ -145,7 +147,7 @@ def _pad(op: Operation, k: int, dim: int, parts: int) -> int | None:
 
 
 def _product(op: Operation, k: int, dim: int, parts: int) -> int | None:
-    """Paired dims come first, then the left operand's own, then the right one's."""
+    """Follow a dim through a product: batch dims come first, then the left operand's own, then the right one's."""
     contracted, batched = op.contraction
     if k > 1 or dim in contracted[k]:
         return None
@@ -193,7 +195,7 @@ Opens = Callable[[Operation, Sequence[Atom]], bool]
 
 @dataclass(frozen=True, eq=False)
 class Equation:
-    """One operation: what it is, and the numbers of what it reads and makes.
+    """One operation of a program, with the numbers of the values that it reads and makes.
 
     Attributes:
       op: the operation.
@@ -211,7 +213,7 @@ class Equation:
 
     @cached_property
     def read(self) -> tuple[int, ...]:
-        """The numbered values that it reads."""
+        """The numbers of the values that it reads."""
         return names_of(self.inputs)
 
     @property
@@ -237,11 +239,11 @@ class Equation:
 
     @cached_property
     def bodies(self) -> "tuple[Program, ...]":
-        """All programs in it, whatever they are for."""
+        """All programs inside the equation, for any purpose."""
         return tuple(map(self._inner, self.op.bodies))
 
     def _inner(self, jaxpr: Any) -> Any:
-        """The program of one of its jaxprs, read once: its equations are told apart by identity."""
+        """The program of an inner jaxpr, read once, because equations are told apart by identity."""
         if jaxpr is not None and id(jaxpr) not in self._programs:
             self._programs[id(jaxpr)] = read_program(jaxpr, self.opens)
         return None if jaxpr is None else self._programs[id(jaxpr)]
@@ -253,7 +255,7 @@ class Equation:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A traced function.
+    """A traced function as a list of equations over numbered values.
 
     Attributes:
       equations: in order.
@@ -271,12 +273,12 @@ class Program:
 
 
 def all_calls(op: Operation, inputs: Sequence[Atom]) -> bool:
-    """Opens every `jit`."""
+    """The `opens` that inlines every `jit`."""
     return True
 
 
 def no_calls(op: Operation, inputs: Sequence[Atom]) -> bool:
-    """Opens none."""
+    """The `opens` that inlines no `jit`."""
     return False
 
 
@@ -298,18 +300,18 @@ NAMED_CALLS: dict[str, NamedCall] = {}
 
 
 def named_call(op: Operation) -> NamedCall | None:
-    """The named call that an operation is, on operands as it was written for; a derivative of it is none."""
+    """The named call of an operation, if its operands have the ranks it was written for; None for others, as derivatives."""
     found = NAMED_CALLS.get(op.label)
     return found if found is not None and tuple(aval.ndim for aval in op.given) == found.dims else None
 
 
 def all_but_named(op: Operation, inputs: Sequence[Atom]) -> bool:
-    """Opens every `jit` but named calls."""
+    """The `opens` that inlines every `jit` except named calls."""
     return named_call(op) is None
 
 
 def read_program(jaxpr: Any, opens: Opens = all_calls) -> Program:
-    """The program of a jaxpr.
+    """Read the program of a jaxpr.
 
     Args:
       jaxpr: what `trace` returns.
@@ -367,7 +369,7 @@ Join = Callable[[M, M], M]
 
 
 def forward(program: Program, given: Iterable[M], rule: FlowRule[M], nothing: M) -> dict[int, M]:
-    """What is known of every numbered value.
+    """Propagate facts forwards through a program; returns the fact of every numbered value.
 
     Args:
       program: the program.
@@ -383,13 +385,13 @@ def forward(program: Program, given: Iterable[M], rule: FlowRule[M], nothing: M)
 
 
 def results(program: Program, given: Iterable[M], rule: FlowRule[M], nothing: M) -> list[M]:
-    """What is known of a program's results; see `forward`."""
+    """The facts of a program's results; see `forward`."""
     table = forward(program, given, rule, nothing)
     return [entry_of(atom, table, nothing) for atom in program.outputs]
 
 
 def through(equation: Equation, operands: list[M], rule: FlowRule[M], join: Join[M], nothing: M) -> list[M] | None:
-    """The same through an equation's inner programs: calls, branches, and loops until what is known of the carry stays.
+    """Propagate facts through an equation's inner programs: calls, branches, and loops until the carry's facts are stable.
 
     Args:
       equation: any.
@@ -458,7 +460,7 @@ def with_gradient(program: Program, start: Iterable[int]) -> frozenset[int]:
 
 
 def made_by(equations: Sequence[Equation], wanted: Iterable[Atom], given: Container[int] = ()) -> list[Equation]:
-    """The equations, in order, that make the wanted values, or what these are made of; `given` values are there already."""
+    """The equations, in order, needed to make the wanted values from the `given` ones."""
     needed, found = {number for number in names_of(wanted) if number not in given}, []
     for equation in reversed(equations):
         if not needed.isdisjoint(equation.outputs):
@@ -468,7 +470,7 @@ def made_by(equations: Sequence[Equation], wanted: Iterable[Atom], given: Contai
 
 
 def reached(program: Program, wanted: Sequence[Atom]) -> set[int]:
-    """The numbers of all values that the wanted ones have derivatives by: no other way leads to them than `stop_gradient`s."""
+    """The numbers of all values on which the wanted ones depend by a way without `stop_gradient`."""
     made = made_by([equation for equation in program.equations if equation.name != "stop_gradient"], wanted)
     return {number for equation in made for number in equation.read}.union(names_of(wanted))
 
@@ -497,7 +499,7 @@ Kind = typing.Literal[
 
 @dataclass(frozen=True)
 class Rule:
-    """What is known of a primitive.
+    """The rule of a primitive: its kind, and how dims and values pass through it.
 
     Attributes:
       kind: "elementwise": every element of its result is made of the like elements of its operands; "placing": it copies or
@@ -524,7 +526,7 @@ class Rule:
 
     @property
     def joins(self) -> bool:
-        """Whether a collective's result is the same on all ranks of its axes."""
+        """Whether the primitive is a collective whose result is the same on all ranks of its axes."""
         return self.sends is not None and self.sends[0] in ("all_reduce", "all_gather")
 
 
@@ -618,23 +620,23 @@ def rule_of(name: str) -> Rule:
 
 
 def is_elementwise(name: str) -> bool:
-    """Whether a primitive treats every element alike."""
+    """Whether a primitive acts on every element alike."""
     return name in ELEMENTWISE
 
 
 def is_redone(name: str) -> bool:
-    """Whether a primitive is so cheap that its results are made again rather than kept: elementwise, or merely placing."""
+    """Whether a primitive is cheap enough to recompute rather than keep: elementwise or placing, and not costly."""
     rule = rule_of(name)
     return rule.kind in ("elementwise", "placing") and not rule.costly
 
 
 def is_light(op: Operation) -> bool:
-    """Whether it may be done twice for nothing: it goes over its operands once, makes no random bits and has no effect."""
+    """Whether repeating an operation costs next to nothing: one pass over its operands, no random bits, no effects."""
     return rule_of(op.name).kind in ("elementwise", "placing", "selecting") and not op.has_effects
 
 
 def is_repeatable(equation: Equation) -> bool:
-    """Whether it may be done again on each of several ranks: it is light or makes random bits, all that it calls included."""
+    """Whether each of several ranks may repeat an equation: it, and all that it calls, is light or makes random bits."""
     kind = rule_of(equation.name).kind
     if equation.op.has_effects:
         return False
@@ -644,7 +646,7 @@ def is_repeatable(equation: Equation) -> bool:
 
 
 def follow(op: Operation, k: int, dim: int, parts: int) -> int | None:
-    """The dim of every result that follows `dim` of operand k, cut into `parts` equal parts; None: none does."""
+    """The dim of every result that corresponds to `dim` of operand k, split into `parts`; None if there is none."""
     rule = rule_of(op.name)
     return None if rule.follow is None else rule.follow(op, k, dim, parts)
 
@@ -661,7 +663,7 @@ RunBody = Callable[[Program, Sequence[Any]], Sequence[Any]]
 
 
 def run_program(program: Program, values: Sequence[Any], at: At | None = None) -> list[Any]:
-    """The results of a program of `values`.
+    """Run a program on `values`; returns its results.
 
     Args:
       program: the program.
@@ -675,7 +677,7 @@ def run_program(program: Program, values: Sequence[Any], at: At | None = None) -
 
 
 def run(equations: Iterable[Equation], env: MutableMapping[int, Any], at: At | None = None) -> None:
-    """Run equations on the values in `env`, adding what they make."""
+    """Run equations in the environment `env`, adding their results to it."""
     for equation in equations:
         operands = values_of(equation.inputs, env)
         made = at(equation, operands) if at is not None else None
@@ -687,7 +689,7 @@ def run(equations: Iterable[Equation], env: MutableMapping[int, Any], at: At | N
 def run_traced(
     fun: Callable[..., PyTree], run_body: RunBody, *args: PyTree, read: Callable[[Any], Program] = read_program
 ) -> PyTree:
-    """Calls `fun(*args)` with its traced program run by `run_body`, in the place of its own code.
+    """Call `fun(*args)` by tracing it and running the traced program by `run_body`.
 
     Args:
       fun: returns a pytree; leaves that are no arrays are handed through.
@@ -701,7 +703,7 @@ def run_traced(
 
 
 class ArraysOf:
-    """A function as a trace takes it: it returns the arrays among its results; leaves that are none are handed through."""
+    """Wraps a function for a trace: it returns the arrays among its results, and keeps the other leaves aside."""
 
     def __init__(self, fun: Callable[..., PyTree]):
         self._fun, self._treedef, self._others = fun, None, []
@@ -713,14 +715,14 @@ class ArraysOf:
         return [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
 
     def restored(self, arrays: Iterable[Any]) -> PyTree:
-        """What `fun` returned in the last call, with these arrays in the place of its own."""
+        """Rebuild what `fun` returned in its last call, with these arrays instead of its own."""
         assert self._treedef is not None, "the function was not traced"
         own = iter(arrays)
         return self._treedef.unflatten([next(own) if leaf is None else leaf for leaf in self._others])
 
 
 def run_bodies(equation: Equation, values: Sequence[Any], run_body: RunBody) -> list[Any] | None:
-    """Run a loop, conditional, plain call or checkpointed call with something else done in the place of its bodies.
+    """Run a loop, conditional, plain call or checkpointed call with its bodies run by `run_body`.
 
     Args:
       equation: any.
@@ -768,7 +770,7 @@ def run_bodies(equation: Equation, values: Sequence[Any], run_body: RunBody) -> 
 
 
 def _run_checkpointed(equation: Equation, values: Sequence[Any], run_body: RunBody) -> list[Any]:
-    """A call under `jax.checkpoint` with another body; one of a backward keeps its barrier."""
+    """Run a call under `jax.checkpoint` with another body; a backward's keeps its barrier."""
     checkpointed = equation.op.checkpointed
     assert checkpointed is not None
     call = jax.checkpoint(lambda *given: run_body(_known(equation.body), given), **checkpointed.options)

@@ -1,4 +1,4 @@
-"""What a piece of work keeps for its backward, at what price in memory and work: sets of values, priced on its own graph."""
+"""What a piece of work keeps for its backward: sets of values, each priced in memory and time on the piece's graph."""
 
 import functools
 import math
@@ -23,7 +23,7 @@ KERNELS = "kernels"
 
 
 class Rates(NamedTuple):
-    """What a device does in a second.
+    """The speeds of a device.
 
     Attributes:
       flops: of products.
@@ -39,7 +39,7 @@ class Rates(NamedTuple):
 
 
 class Price(NamedTuple):
-    """One set of values to keep, of one piece of work.
+    """The cost of keeping one set of values in one piece of work.
 
     Attributes:
       keep: labels of what is kept; None: whatever the backward reads, as without recomputation.
@@ -62,7 +62,7 @@ class Price(NamedTuple):
 
 @dataclass(frozen=True)
 class Keeps:
-    """Whether a result is kept, where values of these labels are, as `SaveWhere` asks. Sums over ranks always are.
+    """The policy (see `SaveWhere`) that keeps values with these labels, and sums over ranks always.
 
     Attributes:
       labels: of what is kept on the device.
@@ -73,7 +73,7 @@ class Keeps:
     host: frozenset[str] = frozenset()
 
     def __call__(self, result: Saveable) -> bool | Offloadable:
-        """The answer."""
+        """Whether a result is kept, or sent to the host."""
         if (name := result.given_name) is not None:
             label = name.removeprefix(KEEP)
             return TO_HOST if label in self.host else label in self.labels
@@ -81,7 +81,7 @@ class Keeps:
 
 
 def _opaque(name: str) -> bool:
-    """Whether an operation has no rule, such as a kernel: no name can be given inside of its gradients."""
+    """Whether an operation has no rule, such as a kernel, so that values inside of its gradients cannot be named."""
     return rule_of(name).kind == "opaque"
 
 
@@ -106,7 +106,7 @@ class _Op(NamedTuple):
 
 @dataclass(frozen=True)
 class Graph:
-    """Of one piece of work, differentiated.
+    """The operations of one piece of work and of its derivative.
 
     Attributes:
       ops: forward and backward, in order.
@@ -131,20 +131,20 @@ class Graph:
         return {number: i for i, op in enumerate(self.ops[: self.backward]) for number in op.makes}
 
     def bytes_of(self, label: str) -> int:
-        """Of the values with a label."""
+        """Bytes of the values with a label."""
         return sum(self.sizes[number] for number in self.labels[label])
 
     @cached_property
     def given(self) -> frozenset[str]:
-        """Labels of what the work is given: it is there whatever is chosen, unless it is sent to the host."""
+        """Labels of the work's inputs, which are there whatever is kept, unless they are sent to the host."""
         return frozenset(label for label, numbers in self.labels.items() if self.always.issuperset(numbers))
 
     def forward_seconds(self, rates: Rates) -> float:
-        """That the forward takes."""
+        """Seconds that the forward takes."""
         return sum(_seconds(op, rates) for op in self.ops[: self.backward])
 
     def price(self, keep: frozenset[str] | None, rates: Rates, host: frozenset[str] = frozenset()) -> Price:
-        """Of one set of values that are kept on the device, and another one of those that are sent to the host."""
+        """Price one set of values that are kept on the device, and another of those that are sent to the host."""
         if keep is None:
             kept = sum(self.sizes[number] for number in self.read - self.always)
             return Price(None, kept, self._fullest((), self.read | self.always), 0, 0.0)
@@ -168,7 +168,7 @@ class Graph:
         return Price(keep, kept, fullest, flops, seconds, host, away)
 
     def _fullest(self, again: Iterable[int], there: Collection[int]) -> int:
-        """Bytes at the fullest moment of a backward that does some operations again, beside what is there."""
+        """Peak bytes of a backward that repeats some operations, without the values that are there throughout."""
         order = [*(self.ops[i] for i in again), *self.ops[self.backward :]]
         last = {number: i for i, op in enumerate(order) for number in op.reads}
         made = {number for op in order for number in op.makes}
@@ -195,7 +195,7 @@ def _seconds(op: _Op, rates: Rates) -> float:
 
 
 def graph_of(work: Callable[..., Sequence[Any]], given: Sequence[Any], moving: Sequence[int]) -> Graph:
-    """The graph of `work(*given)`, whose values are named as `Keeps` knows them.
+    """Trace and differentiate `work(*given)`; returns its graph, with values labelled as `Keeps` knows them.
 
     Args:
       work: returns a list of what has a gradient.
@@ -252,7 +252,7 @@ def _graph(program: Program, num_given: int) -> Graph:
 
 
 def _roots(program: Program) -> dict[int, int]:
-    """For every other form of a value the value."""
+    """Map every value that is another form of one (a reshape, a cast, ...) to that one."""
     found: dict[int, int] = {}
     for each in program.equations:
         if each.name in _ALIASES and len(each.read) == 1:
@@ -261,7 +261,7 @@ def _roots(program: Program) -> dict[int, int]:
 
 
 def _sizes(program: Program, first: Sequence[Equation], second: Sequence[Equation]) -> dict[int, int]:
-    """Bytes of every value: none of another form of one, nor of an elementwise result that one operation reads at once."""
+    """Bytes of every value; 0 for other forms of a value, and for elementwise results that one operation reads at once."""
     readers: dict[int, int] = {}
     for each in (*first, *second):
         for number in set(each.read):
@@ -295,7 +295,7 @@ def _op(program: Program, of_root: Callable, each: Equation) -> _Op:
 
 
 def work_of(each: Equation) -> int:
-    """FLOPs of products in an equation; in loops of every trip, in branches of the dearest one, in while loops of one trip."""
+    """FLOPs of an equation's products: loops count every trip, branches the costliest, while loops one trip."""
     if each.name == "dot_general":
         sides, _ = each.op.contraction
         contracted = math.prod(each.op.given[0].shape[dim] for dim in sides[0])
@@ -322,7 +322,7 @@ MOST_LABELS = 16
 
 
 def front(graph: Graph, rates: Rates, *, plain: bool) -> list[Price]:
-    """Sets worth having, from what repeats least to what keeps least.
+    """The sets worth keeping, from the one that repeats least to the one that keeps least.
 
     Greedily, adding to nothing and taking from everything; then of the best ones every neighbour, with one value more, one
     less, or one in another's place.
@@ -357,7 +357,7 @@ def front(graph: Graph, rates: Rates, *, plain: bool) -> list[Price]:
 
 
 def _sending(graph: Graph, rates: Rates, price: Price) -> Iterator[Price]:
-    """A set with more and more of it in the host's memory, as long as what is sent is there when the next trip's follows.
+    """Move more and more of a set to the host, as long as the copies end before the next trip's begin.
 
     That is as much as the link takes in the time of a forward: the backward, which brings it back, takes longer.
     """
@@ -380,7 +380,7 @@ def _neighbours(keep: frozenset[str] | None, together: Sequence[frozenset[str]])
 
 
 def _worth(before: Price, after: Price) -> tuple:
-    """Seconds per byte: what is least is the best next step, whether it saves seconds or bytes."""
+    """Sort key: seconds lost per byte saved; the least is the best next set."""
     held = (after.kept + after.fullest) - (before.kept + before.fullest)
     seconds = after.seconds - before.seconds
     if held <= 0 and seconds <= 0:
@@ -389,7 +389,7 @@ def _worth(before: Price, after: Price) -> tuple:
 
 
 def _best(found: Iterable[Price]) -> list[Price]:
-    """Those that no other is better than in all respects, and the one that keeps nothing; of equals that of fewest labels."""
+    """The Pareto-optimal sets, and the one that keeps nothing; among equals the set with the fewest labels."""
     fewest = lambda each: -math.inf if each.keep is None else len(each.keep) + len(each.host)
     order = {(p.seconds, p.kept, p.fullest): p for p in sorted(found, key=fewest, reverse=True)}.values()
     order = sorted(order, key=lambda each: (each.seconds, each.kept, each.fullest))
@@ -428,12 +428,12 @@ class Piece(NamedTuple):
     slots: int | None = None
 
     def kept(self, price: Price) -> int:
-        """Bytes from the forward to the backward."""
+        """Bytes held from the forward to the backward."""
         return self.entering + (self.trips if self.slots is None else self.slots) * price.kept
 
 
 def choose(pieces: Sequence[Piece], budget: int) -> list[Price] | None:
-    """The choice that repeats least of those with at most `budget` bytes live in every piece's backward; None: there is none.
+    """The choice that repeats least among those whose live bytes stay within `budget` in every backward; None if none does.
 
     While a piece is differentiated what it and those before it keep is live, what those after it left of gradients, and what it
     holds itself at its fullest. A rank of a pipeline has slots as large as the fullest stage's, and runs one piece at once.
@@ -461,7 +461,7 @@ FULLEST = 24
 
 
 def _fullest_of(pieces: Sequence[Piece]) -> list[int]:
-    """From the least that all pieces can keep to, to the most that any of them needs."""
+    """Candidate peaks, from the least that all pieces can keep to, up to the most that any piece needs."""
     least = max(min(price.fullest for price in piece.front) for piece in pieces)
     every = {id(piece.front): piece.front for piece in pieces}.values()
     sizes = sorted({least, *(price.fullest for own in every for price in own if price.fullest > least)})
@@ -476,12 +476,12 @@ def _by_stage(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 
 def repeated(pieces: Sequence[Piece], chosen: Sequence[Price]) -> float:
-    """Seconds that a device does twice: of a pipeline's stages, those of the one with most."""
+    """Seconds of recomputation on a device; for a pipeline, of the stage with the most."""
     return most_of_a_stage(pieces, [piece.trips * price.seconds for piece, price in zip(pieces, chosen, strict=True)])
 
 
 def most_of_a_stage(pieces: Sequence[Piece | None], values: Sequence[float]) -> float:
-    """The largest sum of a stage's values; of pieces that are no stages' the sum of all."""
+    """The largest sum of a stage's values; for pieces without stages the sum of all."""
     sums: dict[int | None, float] = {}
     for piece, value in zip(pieces, values, strict=True):
         stage = None if piece is None else piece.stage
@@ -490,7 +490,7 @@ def most_of_a_stage(pieces: Sequence[Piece | None], values: Sequence[float]) -> 
 
 
 def _choose(pieces: Sequence[Piece], budget: int, fullest: int | None = None) -> list[Price] | None:
-    """Of pieces one after the other: a list of states goes from the first one on, bytes kept so far and the fewest seconds.
+    """Choose for consecutive pieces by dynamic programming over the bytes kept so far and the fewest seconds.
 
     `fullest`: bytes that any piece may hold, and that are there beside what all of them keep; None: each has its own.
     """
@@ -527,7 +527,7 @@ def _undominated(states: Mapping[int, tuple[float, int, tuple]]) -> dict[int, tu
 
 
 def peak(pieces: Sequence[Piece], chosen: Sequence[Price]) -> int:
-    """Bytes live at the fullest moment of a choice's backward."""
+    """Peak live bytes of a choice's backward."""
     if pieces and pieces[0].stage is not None:
         kept = dict.fromkeys((piece.stage for piece in pieces), 0)
         for piece, price in zip(pieces, chosen, strict=True):

@@ -1,4 +1,4 @@
-"""What can be proven of a program's values: constants, elements, dims that were mapped, inner programs."""
+"""Facts that can be proven of a program's values: constants, elements, mapped dims, inner programs."""
 
 import itertools
 import operator
@@ -39,7 +39,7 @@ SAME: Axes = frozenset()
 
 
 def differing(program: Program, given: Sequence[Axes], visit: Callable[[Equation, Sequence[Axes]], None]) -> list[Axes]:
-    """Over which axes each result may differ.
+    """The mesh axes over which each result may differ.
 
     Args:
       program: a traced program.
@@ -56,7 +56,7 @@ def differing(program: Program, given: Sequence[Axes], visit: Callable[[Equation
 
 
 def made_over(equation: Equation, operands: list[Axes]) -> list[Axes]:
-    """Over which axes each result of an equation without a body may differ."""
+    """The mesh axes over which each result of an equation without a body may differ."""
     rule, axes, found = rule_of(equation.name), frozenset(equation.op.mesh_axes), SAME.union(*operands)
     if rule.passes:
         return operands
@@ -79,7 +79,7 @@ def made_over(equation: Equation, operands: list[Axes]) -> list[Axes]:
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """A program at its place.
+    """A program, with the level and equation that contain it.
 
     Attributes:
       program: it.
@@ -95,7 +95,7 @@ class Level:
 
     @property
     def around(self) -> "Iterator[Level]":
-        """It, then the level around it, and so on."""
+        """Yield this level, then the levels that contain it."""
         level: Level | None = self
         while level is not None:
             yield level
@@ -103,7 +103,7 @@ class Level:
 
     @cached_property
     def numbers(self) -> Mapping[int, int]:
-        """The first number here of each value."""
+        """Map each value to its first number at this level."""
         found: dict[int, int] = {}
         for number, atom in self.values.items():
             if not is_constant(atom):
@@ -111,13 +111,13 @@ class Level:
         return found
 
     def of(self, atoms: Sequence[Atom]) -> tuple[Atom, ...]:
-        """The values behind atoms of its program."""
+        """The values that atoms of this level's program name."""
         return tuple([atom if is_constant(atom) else self.values[atom] for atom in atoms])
 
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """An equation at its place that is no call: what it reads and makes, by the names of values."""
+    """An equation that is not inlined, at its level: the values that it reads and makes."""
 
     level: Level
     equation: Equation
@@ -126,7 +126,7 @@ class Node:
 
     @property
     def name(self) -> str:
-        """The primitive's."""
+        """The name of its primitive."""
         return self.equation.name
 
     @property
@@ -137,7 +137,7 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Nested:
-    """A program and all that is inside it.
+    """The values of a program and of everything inside it.
 
     Attributes:
       top: the whole.
@@ -160,7 +160,7 @@ class Nested:
     levels: dict[Equation, tuple[Level, ...]] = field(default_factory=dict)
 
     def maker(self, atom: Atom) -> Node | None:
-        """The node that makes a value; None for constants, inputs, and what loops and branches hand on."""
+        """The node that makes a value; None for constants, inputs, and values that loops and branches hand on."""
         return None if is_constant(atom) or atom not in self.makers else self.makers[atom][0]
 
     def aval(self, atom: Atom) -> Any:
@@ -168,27 +168,27 @@ class Nested:
         return atom.aval if is_constant(atom) else self.avals[atom]
 
     def read_for(self, value: int) -> tuple[Atom, ...]:
-        """What a value is made of, in one step."""
+        """The values from which a value is made, in one step."""
         maker = self.maker(value)
         return self.links.get(value, ()) if maker is None else maker.inputs
 
     @property
     def results(self) -> tuple[Atom, ...]:
-        """What the whole returns."""
+        """The values that the outermost program returns."""
         return self.top.of(self.top.program.outputs)
 
     def handed_on(self, atom: Atom) -> Atom:
-        """The value that an atom is the same as, where loops only slice it and stack it again."""
+        """The value that an atom equals, if loops only slice it and stack it again."""
         while not is_constant(atom) and len(links := self.links.get(atom, ())) == 1:
             atom = links[0]
         return atom
 
     def at(self, atom: Atom, level: Level) -> tuple[Level, int] | None:
-        """Where code of a level finds a value: the nearest level around it that has it, and its number there."""
+        """The nearest level around a given one that contains a value, and the value's number there; None if none does."""
         return next(((each, each.numbers[atom]) for each in level.around if atom in each.numbers), None)
 
     def same(self, a: Atom, b: Atom) -> bool:
-        """Whether two values are made alike of the same values."""
+        """Whether two values are computed by the same operations from the same values."""
         todo, seen = [(a, b)], set()
         while todo:
             pair = todo.pop()
@@ -203,7 +203,7 @@ class Nested:
         return True
 
     def _made_alike(self, a: int, b: int) -> bool:
-        """Whether two values are the same results of equations that do the same."""
+        """Whether two values are the same results of equations that do the same (their operands aside)."""
         if a not in self.makers or b not in self.makers:
             return False
         (one, i), (other, j) = self.makers[a], self.makers[b]
@@ -236,7 +236,7 @@ class _NestedReader:
         return value
 
     def read(self, level: Level) -> None:
-        """Name the values of a level whose inputs have names, if it is not the whole."""
+        """Give names to the values of a level whose inputs have names."""
         program = level.program
         for number in program.inputs:
             if number not in level.values:
@@ -257,7 +257,7 @@ class _NestedReader:
             level.values.update(zip(equation.outputs, outputs, strict=True))
 
     def _inside(self, level: Level, equation: Equation, inputs: Sequence[Atom]) -> Sequence[Atom] | None:
-        """The results of an equation with bodies that are read; None: it is a node."""
+        """The results of an equation whose bodies are read; None if it becomes a node."""
         if equation.called is not None:
             return self._level(Level(equation.called, level, equation), inputs)
         if (scan := equation.op.scan) is not None:
@@ -281,7 +281,7 @@ class _NestedReader:
     def _loop(
         self, level: Level, equation: Equation, given: Sequence[Atom], num_consts: int, num_carry: int
     ) -> list[Atom]:
-        """A loop over what its body is given: constants, what is carried, and what is sliced."""
+        """Read a loop's body, whose inputs are constants, carried values and slices."""
         assert equation.body is not None
         body, inside = Level(equation.body, level, equation), list(given)
         carried = range(num_consts, num_consts + num_carry)
@@ -302,12 +302,12 @@ class _NestedReader:
 
 
 def stays(body: Program, k: int, carried: int) -> bool:
-    """Whether a loop hands on what it carries, its body's input k, as it got it."""
+    """Whether a loop returns its carried value, the body's input k, unchanged."""
     return handed(body, body.outputs[carried]) == k
 
 
 def handed(program: Program, atom: Atom) -> int | None:
-    """The position of the input that a value is, handed through calls; None: it is none."""
+    """The position of the input that a value equals, passed through calls; None if it is not an input."""
     if is_constant(atom):
         return None
     if atom in program.inputs:
@@ -325,7 +325,7 @@ def handed(program: Program, atom: Atom) -> int | None:
 
 
 def mapped_dim(program: Program, atom: Atom, axis: str) -> int | None:
-    """The dim of a value that is split so; None: it comes out of no such `shard_map`, but for what keeps its shape.
+    """The dim of a value that a `shard_map` split so; None if it comes from no such map by shape-preserving operations.
 
     Args:
       program: a traced program.
@@ -372,11 +372,11 @@ Places = tuple[np.ndarray, ...]
 
 
 class NotStatic(Exception):
-    """A value depends on an input, or on an operation that is not computed here."""
+    """Raised when a value depends on an input, or on an operation that is not computed here."""
 
 
 def elements(values: Nested, atom: Atom, places: Sequence[Any]) -> np.ndarray:
-    """Elements of a value.
+    """Compute elements of a value at given places.
 
     Args:
       values: where it is made.
@@ -390,7 +390,7 @@ def elements(values: Nested, atom: Atom, places: Sequence[Any]) -> np.ndarray:
 
 
 def number(values: Nested, atom: Atom) -> float | None:
-    """The number that a value is everywhere; None where it differs from place to place or is not known."""
+    """The single number that all elements of a value equal; None if they differ or are not known."""
     shape = values.aval(atom).shape
     try:
         if 0 in shape:
@@ -406,7 +406,7 @@ def number(values: Nested, atom: Atom) -> float | None:
 
 
 def _is_spread(values: Nested, atom: Atom) -> bool:
-    """Whether a value was made of numbers."""
+    """Whether a value is made of numbers that are broadcast."""
     if values.aval(atom).shape == ():
         return True
     maker = values.maker(atom)
@@ -454,7 +454,7 @@ class _ElementsReader:
         raise NotStatic
 
     def _element(self, atom: Atom, places: Places) -> np.ndarray:
-        """Of an elementwise operation's operand, which may be a number, or spread over dims where its size is 1."""
+        """Elements of an elementwise operand at the result's places; dims of size 1, and scalars, are broadcast."""
         shape = self.values.aval(atom).shape
         return self.of(
             atom, tuple([p if n > 1 else _ZERO for p, n in zip(places, shape, strict=True)]) if shape else ()
@@ -550,7 +550,7 @@ def _cast(op: Operation, x: np.ndarray) -> np.ndarray:
 
 
 def _quotient(op: Operation, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Integers are divided towards zero, as XLA does."""
+    """Divide; integers towards zero, as XLA does."""
     if not np.issubdtype(op.made[0].dtype, np.integer):
         return np.divide(x, y)
     if np.any(np.equal(y, 0)):

@@ -1,4 +1,4 @@
-"""Batches: how rows and positions are split, and what a batch must be."""
+"""Batches: how rows and positions are split, and what a valid batch is."""
 
 import functools
 import math
@@ -26,7 +26,7 @@ PositionDim = Callable[[str, tuple[int, ...]], int | None]
 
 
 def second_dim(path: str, shape: tuple[int, ...]) -> int | None:
-    """Dim 1 of every leaf that has one, as of tokens [rows, positions]."""
+    """The default dim of positions: dim 1 of every leaf that has one, as tokens [rows, positions] do."""
     return 1 if len(shape) > 1 else None
 
 
@@ -70,7 +70,7 @@ class BatchLayout:
         orders: Mapping[str, Order] | None = None,
         automatic: Collection[str] = (),
     ) -> "BatchLayout":
-        """On a mesh of these degrees.
+        """The layout on a mesh of these degrees.
 
         Args:
           degrees: size of every mesh axis.
@@ -86,7 +86,7 @@ class BatchLayout:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Every axis over which a step's ranks have parts of the batch: those of rows, then those of positions."""
+        """The axes over which a step's ranks hold parts of the batch: those of rows, then those of positions."""
         return (*self.rows, *(axis for axis, _ in self.bound))
 
     @cached_property
@@ -96,7 +96,7 @@ class BatchLayout:
 
     @cached_property
     def row_degree(self) -> int:
-        """Into how many parts rows are split."""
+        """The number of parts into which rows are split."""
         return self.size(self.rows)
 
     @cached_property
@@ -110,12 +110,12 @@ class BatchLayout:
         return PartitionSpec(self.axes)
 
     def size(self, axes: Iterable[str]) -> int:
-        """The ranks of these axes together."""
+        """The product of the sizes of these axes."""
         sizes = dict(self.degrees)
         return math.prod(sizes[axis] for axis in axes)
 
     def split(self, path: str, shape: tuple[int, ...], *, placed: bool = False) -> dict[int, tuple[str, ...]]:
-        """The axes that split each dim of a leaf; of dims that none splits, nothing.
+        """Map each dim of a leaf to the axes that split it; dims that no axis splits are absent.
 
         Args:
           path: of the leaf.
@@ -149,16 +149,16 @@ class BatchLayout:
 
     @cached_property
     def position_parts(self) -> int:
-        """What the length of a sequence must be a multiple of."""
+        """The number of which the length of a sequence must be a multiple."""
         return self.parts(axis for axis, _ in self.positions)
 
     def parts(self, axes: Iterable[str]) -> int:
-        """What a length must be a multiple of that these axes split, in the orders of their ranks."""
+        """The number of which a length must be a multiple that these axes split, given their orders of positions."""
         orders = dict(self.orders)
         return math.prod(order_parts(orders.get(axis, "contiguous"), self.size((axis,))) for axis in axes)
 
     def place(self, batch: PyTree, mesh: Mesh) -> PyTree:
-        """The global batch as arrays split over the batch shards of `mesh`, for a program that calls `opened`.
+        """Put the global batch on `mesh`, split over the batch shards, for a program that calls `opened`.
 
         Args:
           batch: arrays with the global batch as dim 0 (the same in every process), wherever they are, with positions in
@@ -199,7 +199,7 @@ class BatchLayout:
         return self.marked(jax.tree_util.tree_map_with_path(place, batch))
 
     def placed(self, batch: PyTree, mesh: Mesh) -> PyTree:
-        """The shapes of what `place` gives of a batch, of arrays or shapes: a program is traced on both as on the same."""
+        """The shapes and shardings that `place` gives a batch of arrays or shapes, for tracing a program."""
 
         def shape(path, leaf):
             sharding = NamedSharding(mesh, self.spec(path_name(path), leaf, placed=True))
@@ -208,13 +208,13 @@ class BatchLayout:
         return self.marked(jax.tree_util.tree_map_with_path(shape, batch))
 
     def _order(self, path: str, shape: tuple[int, ...]) -> RankOrder | None:
-        """How a leaf's positions are reordered; None: they stay as they are."""
+        """The reordering of a leaf's positions; None if they keep their order."""
         orders = dict(self.orders)
         found = [(dim, axis) for dim, axes in self.split(path, shape).items() for axis in axes if axis in orders]
         return next((RankOrder(dim, orders[axis], self.size((axis,))) for dim, axis in found), None)
 
     def marked(self, batch: PyTree) -> PyTree:
-        """A batch (or shapes) as `place` gives it: wrapped where ranks hold positions in an order of their own."""
+        """Wrap a batch (or shapes) as `place` does, if ranks hold positions in another order."""
         return InRankOrder(batch) if self.orders else batch
 
     def opened(self, batch: PyTree) -> PyTree:
@@ -233,7 +233,7 @@ class BatchLayout:
         return batch.batch
 
     def microbatches(self, rows: PyTree, count: int) -> PyTree:
-        """One rank's rows [b, ...] -> [count, b/count, ...]; scalars are repeated."""
+        """Reshape one rank's rows [b, ...] to [count, b/count, ...]; scalars are repeated."""
 
         def split(x: Any) -> jax.Array:
             x = jax.numpy.asarray(x)
@@ -244,7 +244,7 @@ class BatchLayout:
         return jax.tree.map(split, rows)
 
     def common_count(self, rows: PyTree, count: int) -> int:
-        """The largest divisor of a number of microbatches into which one rank's rows divide evenly too."""
+        """The largest divisor of a number of microbatches that also divides one rank's rows."""
         return math.gcd(count, *(np.shape(x)[0] for x in jax.tree.leaves(rows) if np.ndim(x)))
 
 
@@ -313,7 +313,7 @@ def _uneven(layout: BatchLayout, microbatches: int, size: int, rows: str) -> str
 
 
 def number_of_rows(layout: BatchLayout, batch: PyTree) -> int:
-    """Counts the rows of a batch, which need not divide over the shards.
+    """The number of rows of a batch, which need not divide over the shards.
 
     Raises:
       TypeError, ValueError: as `check_batch` of all else.
@@ -323,12 +323,12 @@ def number_of_rows(layout: BatchLayout, batch: PyTree) -> int:
 
 
 def rows_of(batch: PyTree, start: int, end: int) -> PyTree:
-    """Some rows of a batch, with its scalars."""
+    """The rows `start` to `end` of a batch, with its scalars."""
     return jax.tree.map(lambda x: (x if hasattr(x, "ndim") else np.asarray(x))[start:end] if np.ndim(x) else x, batch)
 
 
 def filled_up(batch: PyTree, more: int) -> PyTree:
-    """Appends so many copies of the last row to a batch."""
+    """Append `more` copies of the last row to a batch."""
 
     def longer(x: Any) -> Any:
         if not more or not np.ndim(x):
@@ -340,7 +340,7 @@ def filled_up(batch: PyTree, more: int) -> PyTree:
 
 
 def _leaves(batch: PyTree) -> dict[str, Any]:
-    """A batch's leaves by path, if it is one."""
+    """A batch's leaves by path; refuses iterators and loaders."""
     leaves = {} if isinstance(batch, Iterator) else named_leaves(batch)  # JAX would not flatten an iterator
     if isinstance(batch, Iterator) or ("" in leaves and _is_loader(batch)):
         raise TypeError(
@@ -357,7 +357,7 @@ def _is_loader(leaf: Any) -> bool:
 
 
 def several_batches(batch: PyTree) -> str | None:
-    """What to say where a loss failed on what may be several batches in the place of one; None: no list of parts alike."""
+    """A message for a loss that failed on a list of several batches; None if the batch is no such list."""
     if not isinstance(batch, list | tuple) or hasattr(batch, "_fields") or not batch:
         return None
     kinds = {(jax.tree.structure(part), *map(np.shape, jax.tree.leaves(part))) for part in batch}
@@ -372,7 +372,7 @@ def several_batches(batch: PyTree) -> str | None:
 
 
 def refuse_tracing(call: str) -> None:
-    """Refuse a call that changes the object it is of, within a function that JAX traces: what it kept would be no arrays.
+    """Refuse a call that changes its object inside a JAX transform, where it would store tracers.
 
     Raises:
       TypeError: naming the call, and the remedy.

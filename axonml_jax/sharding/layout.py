@@ -22,7 +22,7 @@ from axonml_jax.mesh.axes import AxisNames, as_axes
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of one leaf.
+    """How one leaf is padded, split and ordered over a mesh.
 
     A bare PartitionSpec does not tell how a leaf is stored once it is padded to divide, so a strategy's `spec` refines a
     layout instead (docs/adr/0005).
@@ -51,12 +51,13 @@ class Layout:
 
     @staticmethod
     def replicated(leaf: Any, stack_dims: int = 0) -> "Layout":
-        """The layout of a leaf of which every device holds the whole."""
+        """The layout of a leaf that every device holds in full."""
         shape = tuple(leaf.shape)
         return Layout(shape, leaf.dtype, PartitionSpec(), shape, (1,) * len(shape), stack_dims)
 
     def on(self, axis: AxisNames, dim: int, size: int) -> "Layout":
-        """This layout with `dim` split over one more axis (or several) of `size` ranks, inside those that split it already.
+        """This layout with `dim` also split over another axis (or several) of `size` ranks, inside the axes that already split
+        it.
 
         A dim that does not divide is stored with zeros behind it; a scalar is stored as one element per rank.
         """
@@ -73,7 +74,7 @@ class Layout:
         return replace(self, spec=PartitionSpec(*entries), stored=stored, parts=tuple(parts))
 
     def divided(self, counts: Sequence[int]) -> "Layout":
-        """The layout of one of so many equal parts of each dim."""
+        """The layout of one of the equal parts into which each dim is divided."""
         parts = lambda sizes: tuple(size // count for size, count in zip(sizes, counts, strict=True))
         return replace(self, shape=parts(self.shape), stored=parts(self.stored), automatic=PartitionSpec())
 
@@ -99,7 +100,7 @@ class Layout:
         return Layout((size, *self.shape), self.dtype, spec, stored, parts, self.stack_dims + 1, automatic)
 
     def sliced(self, ndim: int) -> "Layout":
-        """The layout of one entry along the first dims, which must not be split, so that `ndim` stored dims remain."""
+        """The layout of one entry along the first dims, which must not be split; `ndim` stored dims remain."""
         drop = len(self.stored) - ndim
         if not drop:
             return self
@@ -115,12 +116,12 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Elements of the whole array."""
+        """The number of elements of the array, without padding."""
         return math.prod(self.shape)
 
     @property
     def padding(self) -> int:
-        """Elements stored beyond the whole array's."""
+        """The number of elements stored as padding."""
         return math.prod(self.stored) - self.size
 
 
@@ -129,7 +130,7 @@ def _names(entry: Any) -> tuple[str, ...]:
 
 
 def is_layout(x: Any) -> bool:
-    """For `jax.tree.map(..., is_leaf=is_layout)`."""
+    """Whether a node is a `Layout`, for `jax.tree.map(..., is_leaf=is_layout)`."""
     return isinstance(x, Layout)
 
 
@@ -152,7 +153,7 @@ HOST = "pinned_host"
 
 
 def movable(leaf: Any) -> bool:
-    """Whether a leaf is worth moving; a scalar that changed its memory kind would only force a recompile."""
+    """Whether a leaf is worth moving to the host; a scalar that changed its memory kind would only force a recompile."""
     return leaf.ndim > 0 and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -197,7 +198,7 @@ def _moved(tree: PyTree, space: Any) -> PyTree:
 
 
 def place(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
-    """Copies of whole arrays (the same in every process), each device holding what `specs` says.
+    """Copy full arrays (the same in every process) to a mesh, each device holding what `specs` says.
 
     The result never shares memory with `tree`, so that it may be donated.
     """
@@ -207,7 +208,7 @@ def place(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
 
 
 def move(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """A whole array (the same in every process) on a sharding; itself or sharing its memory where nothing has to move."""
+    """Put a full array (the same in every process) on a sharding; the result may share its memory."""
     if isinstance(leaf, Tracer):  # under `jax.eval_shape`: there is nothing to move
         return leaf
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
@@ -222,7 +223,7 @@ def move(leaf: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def _on_host(leaf: Any, sharding: NamedSharding) -> Any:
-    """An array of one CPU device as NumPy sees it, in the same memory: JAX would compile a program that slices it."""
+    """A CPU array as a NumPy view, if it is to be split: JAX would compile a program to slice it."""
     if not isinstance(leaf, jax.Array) or jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key) or leaf.weak_type:
         return leaf  # NumPy has neither keys nor weak types
     (device, *others) = leaf.sharding.device_set
@@ -231,7 +232,7 @@ def _on_host(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def copies(tree: PyTree) -> PyTree:
-    """The same arrays in memory of their own, each where it is."""
+    """Copy arrays, each on its devices."""
     return jax.jit(_copy)(tree)
 
 
@@ -240,7 +241,7 @@ def _copy(tree: PyTree) -> PyTree:
 
 
 def cast(leaf: Any, dtype: Any) -> Any:
-    """An array in `dtype`: a host array stays on the host, a JAX array where it is; typed keys as they are."""
+    """Convert to `dtype`: NumPy arrays stay on the host, JAX arrays on their devices, typed keys unchanged."""
     if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
         return leaf
     return jax.numpy.astype(leaf, dtype) if isinstance(leaf, jax.Array) else np.asarray(leaf, dtype)
@@ -252,12 +253,12 @@ def is_deleted(x: Any) -> bool:
 
 
 def replicated(tree: PyTree, mesh: Mesh) -> PyTree:
-    """Copies of arrays, whole on every device of `mesh`."""
+    """Copy arrays in full to every device of `mesh`."""
     return place(tree, jax.tree.map(lambda _: PartitionSpec(), tree), mesh)
 
 
 def to_host(tree: PyTree) -> PyTree:
-    """Whole arrays in this process's memory as NumPy arrays (typed keys as keys of their own); every process must call it."""
+    """Gather arrays as NumPy arrays in this process's memory (typed keys as copies); every process must call it."""
 
     def fetch(leaf):
         if not isinstance(leaf, jax.Array):
@@ -320,7 +321,7 @@ def sequence_order(order: Order, length: int, ranks: int) -> np.ndarray:
 
 
 def causal_balance(order: Order, length: int, ranks: int) -> float:
-    """How uneven causal attention is: pairs of positions that the busiest rank computes, over the mean of all ranks.
+    """The imbalance of causal attention: position pairs that the busiest rank computes, over the mean of all ranks.
 
     Contiguous it grows to 2 - 1/ranks, striped it is just above 1, and zigzag exactly 1.
 
@@ -337,7 +338,7 @@ def causal_balance(order: Order, length: int, ranks: int) -> float:
 
 
 def order_parts(order: Order, ranks: int) -> int:
-    """What the length of a sequence must be a multiple of.
+    """The number of which the length of a sequence must be a multiple for an order.
 
     Raises:
       ValueError: for an unknown order.
@@ -353,7 +354,7 @@ def order_parts(order: Order, ranks: int) -> int:
 
 
 def to_stored(x: Any, layout: Layout) -> Any:
-    """A whole array [*layout.shape] -> [*layout.stored], zeros behind the last element of every padded dim."""
+    """Pad an array [*layout.shape] with zeros to [*layout.stored]."""
     if x.shape == layout.stored:
         return x
     x = x if len(layout.stored) == x.ndim else jnp.reshape(x, (*x.shape, 1))
@@ -361,7 +362,7 @@ def to_stored(x: Any, layout: Layout) -> Any:
 
 
 def from_stored(x: Any, layout: Layout) -> Any:
-    """A stored array -> the whole one. The inverse of `to_stored`."""
+    """Remove the padding of a stored array. The inverse of `to_stored`."""
     if x.shape == layout.shape:
         return x
     kept = [slice(n) for n in layout.shape] + [slice(1)] * (x.ndim - len(layout.shape))
@@ -369,13 +370,15 @@ def from_stored(x: Any, layout: Layout) -> Any:
 
 
 def map_layouts(change, tree: PyTree, layouts: PyTree) -> PyTree:
-    """`change(leaf, layout)` of every leaf."""
+    """Apply `change(leaf, layout)` to every leaf."""
     leaves, treedef = jax.tree.flatten(tree)
     return treedef.unflatten(map(change, leaves, jax.tree.leaves(layouts, is_leaf=is_layout)))
 
 
 def unpadded(tree: PyTree, layouts: PyTree, mesh: Mesh) -> PyTree:
-    """Stored global arrays as whole ones: a leaf without padding is the same array, a padded one a copy on every device."""
+    """Remove the padding of stored global arrays: a leaf without any is returned as it is, a padded one copied to every
+    device.
+    """
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def change(leaf: Any, layout: Layout) -> Any:
@@ -387,7 +390,7 @@ def unpadded(tree: PyTree, layouts: PyTree, mesh: Mesh) -> PyTree:
 
 
 def padded(tree: PyTree, layouts: PyTree) -> PyTree:
-    """Whole arrays in the shapes in which they are stored. The inverse of `unpadded`, before placing."""
+    """Pad arrays to the shapes in which they are stored. The inverse of `unpadded`, before placing."""
     return map_layouts(to_stored, tree, layouts)
 
 
@@ -399,7 +402,7 @@ def padded(tree: PyTree, layouts: PyTree) -> PyTree:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class InRankOrder:
-    """A batch whose positions stand as ranks hold them.
+    """A batch whose positions are in the order in which ranks hold them.
 
     Only `BatchLayout.place` makes one, and a step's program takes nothing else: no batch is reordered twice, or not at all.
 
@@ -412,7 +415,7 @@ class InRankOrder:
 
 @dataclass(frozen=True)
 class RankOrder:
-    """How the positions of one leaf are reordered, so that every rank's part of the dim holds those of the rank.
+    """Reorders the positions of one leaf, so that each rank's contiguous part holds the positions of that rank.
 
     Attributes:
       dim: holds positions.
@@ -428,7 +431,7 @@ class RankOrder:
     ranks: int
 
     def __call__(self, x: Any) -> Any:
-        """The leaf reordered: a NumPy array where one is given, else a JAX array."""
+        """Reorder a leaf; returns a NumPy array if one is given, else a JAX array."""
         xp = np if isinstance(x, np.ndarray) else jnp
         dim, before, after = self.dim, x.shape[: self.dim], x.shape[self.dim + 1 :]
         if self.order == "striped":
@@ -448,7 +451,7 @@ class RankOrder:
 
 @dataclass(frozen=True)
 class Leaf:
-    """One array under a name that does not depend on the plan.
+    """One array, by a name that does not depend on the plan.
 
     Attributes:
       array: as it rests: a `jax.Array`, a NumPy array, a Python number, or only the shape and dtype of one.
@@ -466,7 +469,7 @@ class Leaf:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The whole array's shape."""
+        """The shape of the full array, without padding."""
         return tuple(self.layout.shape) if self.layout is not None else tuple(np.shape(self.array))
 
     @property
@@ -476,11 +479,11 @@ class Leaf:
 
     @property
     def padded(self) -> bool:
-        """Whether the array rests in another shape than the whole one's."""
+        """Whether the array is stored in another shape than the full one."""
         return self.shape != tuple(np.shape(self.array))
 
     def whole(self) -> Any:
-        """The whole array, split over devices as far as its dims divide."""
+        """The full array, split over devices as far as its dims divide."""
         if not self.padded:
             return self.array
         assert self.layout is not None
@@ -493,19 +496,19 @@ class Leaf:
 
 @runtime_checkable
 class Checkpointable(Protocol):
-    """What checkpoints keep: an object that gives its arrays by name, and takes them back."""
+    """Protocol of what checkpoints keep: an object that gives its arrays by name, and takes them back."""
 
     def checkpoint_leaves(self) -> dict[str, Leaf]:
         """Every array by a name that is the same under every plan."""
         ...
 
     def take_leaves(self, arrays: Mapping[str, Any]) -> None:
-        """Go on from arrays by name, in the shapes and on the devices of `checkpoint_leaves`."""
+        """Replace the state by arrays, by name, in the shapes and on the devices of `checkpoint_leaves`."""
         ...
 
 
 def dividing(shape: Sequence[int], axes: Iterable[str], mesh: Mesh) -> PartitionSpec:
-    """A spec that splits an array without padding over as many of some mesh axes as its dims divide by, in their order."""
+    """A spec that splits an unpadded array over as many of the mesh axes as its dims divide by, in order."""
     entries: list[tuple[str, ...]] = [()] * len(shape)
     left = list(shape)
     for axis in axes:
