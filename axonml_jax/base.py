@@ -1,4 +1,4 @@
-"""What every floor uses: types of trees and names of leaves, checks of fields, logging, tables, and synonyms of options."""
+"""Shared by all floors: types of trees and names of leaves, checks of fields, logging, tables, and synonyms of options."""
 
 import contextlib
 import difflib
@@ -41,12 +41,12 @@ LossFn = Callable[[Any, Any], Any]
 
 
 def is_array(x: Any) -> bool:
-    """Whether a leaf has a shape and a dtype: numbers, flags and strings have not."""
+    """Whether a leaf has a shape and a dtype, which numbers, flags and strings lack."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def host_arrays(tree: PyTree) -> PyTree:
-    """A tree in which tensors of other frameworks (PyTorch, TensorFlow: what has `__array__`) are NumPy arrays of their memory.
+    """Replace tensors of other frameworks (PyTorch, TensorFlow: anything with `__array__`) by NumPy arrays.
 
     Arrays of the other byte order, which JAX does not know, are in this machine's.
     Gradients that PyTorch would follow are left behind.
@@ -89,7 +89,7 @@ def _on_host(x: Any) -> Any:
 
 
 def refuse_not_held(leaves: dict[str, Any], *, keys: bool = True) -> None:
-    """Refuse leaves of a batch that arrays of JAX cannot hold.
+    """Refuse leaves of a batch that JAX arrays cannot hold.
 
     Args:
       leaves: by path.
@@ -110,13 +110,13 @@ _SHOWN = 5
 
 
 def some_of(names: list[str], between: str = ", ") -> str:
-    """The first of some names, and how many more there are."""
+    """The first few of some names, and how many more there are."""
     more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
     return between.join(names[:_SHOWN]) + more
 
 
 def _not_held(leaf: Any, keys: bool) -> str | None:
-    """Why arrays of JAX cannot hold a leaf, and what to give; None where they can."""
+    """Why JAX arrays cannot hold a leaf, and what to give instead; None if they can."""
     import jax
 
     if np.ma.is_masked(leaf):
@@ -140,7 +140,7 @@ def _not_held(leaf: Any, keys: bool) -> str | None:
 
 
 def is_one_of(given: Any, choices: Iterable[Any]) -> bool:
-    """Whether a value is one of some plain ones, whatever it is: an array, compared, is neither true nor false.
+    """Whether a value equals one of some plain choices; safe for arrays, whose comparison has no truth value.
 
     >>> import jax.numpy as jnp
     >>> is_one_of("full", (None, "full")), is_one_of(["full"], (None, "full")), is_one_of(jnp.ones(3), (True, False))
@@ -150,7 +150,7 @@ def is_one_of(given: Any, choices: Iterable[Any]) -> bool:
 
 
 def path_name(path: tuple) -> str:
-    """A key path as users write it: `blocks/0/attention/kernel`.
+    """The name of a key path as users write it: `blocks/0/attention/kernel`.
 
     >>> from jax.tree_util import DictKey, SequenceKey
     >>> path_name((DictKey("blocks"), SequenceKey(0)))
@@ -162,7 +162,7 @@ def path_name(path: tuple) -> str:
 
 
 def named_leaves(tree: PyTree) -> dict[str, Any]:
-    """Every leaf of `tree` by its path, in tree order.
+    """Map every leaf of `tree` to its path name, in tree order.
 
     >>> named_leaves({"b": 2, "a": {"c": 1}})
     {'a/c': 1, 'b': 2}
@@ -201,7 +201,7 @@ _WORDS = {int: f"a whole number below {_COUNTED:,}", float: "a finite number", b
 
 
 def wrong_types(config: Any) -> Iterator[str]:
-    """A line for every number and flag that is none, and for every choice that there is not.
+    """A line for every field whose value has the wrong type or is not one of its choices.
 
     Args:
       config: a dataclass.
@@ -264,7 +264,7 @@ logger = logging.getLogger("axonml_jax")
 
 
 def warn(message: str, kind: type[Warning] = UserWarning) -> None:
-    """`warnings.warn` about the user's line: the innermost one outside of this package and of `contextlib`."""
+    """Issue a warning at the user's line: the innermost frame outside of this package and of `contextlib`."""
     frame, level = sys._getframe(1), 2
     while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame, level = frame.f_back, level + 1
@@ -281,7 +281,7 @@ def print0(*args: Any, **kwargs: Any) -> None:
 
 
 class Lossy(io.FileIO):
-    """Output that nothing depends on: what a full or failing disk does not take is lost, and each stream says so once.
+    """An output stream that may fail: what a full or failing disk does not take is lost, with one message and no error.
 
     Attributes:
       asks: where the reader has gone, ask this process to end by SIGTERM, once and where it listens, in the place of an error.
@@ -290,7 +290,7 @@ class Lossy(io.FileIO):
     asks = told = _asked = False
 
     def write(self, data: Any, /) -> int | None:
-        """Write what goes; all of it counts as written."""
+        """Write as much as possible; all of it counts as written."""
         try:
             return super().write(data)
         except OSError as error:
@@ -309,7 +309,7 @@ class Lossy(io.FileIO):
 
 
 def seed(n: int) -> "jax.Array":
-    """Seed Python's and NumPy's generators, and give JAX's key: the same in every process.
+    """Seed Python's and NumPy's generators, and return JAX's key: the same in every process.
 
     Args:
       n: an int from 0 to 2**32 - 1.
@@ -330,7 +330,7 @@ def seed(n: int) -> "jax.Array":
 
 
 def _place() -> tuple[int, int]:
-    """Which process this is, and of how many; asking must not start JAX's devices in a process that is alone."""
+    """This process's rank and the number of processes; does not start JAX's devices."""
     thread = threading.current_thread()
     if hasattr(thread, "rank"):  # a rank of `spawn` (mesh/world.py)
         return thread.rank, thread.world_size  # pyright: ignore[reportAttributeAccessIssue]
@@ -359,7 +359,7 @@ _BAR_PIXELS = 96
 
 
 def bytes_meant(text: str) -> float:
-    """Bytes of a size as people write it.
+    """Parse a size such as "16GiB" into bytes.
 
     >>> bytes_meant("16GiB") == 16 * 2**30, bytes_meant("80GB"), bytes_meant("512")
     (True, 80000000000.0, 512.0)
@@ -377,7 +377,7 @@ def bytes_meant(text: str) -> float:
 
 
 def size_in_words(size: float) -> str:
-    """Bytes for people.
+    """Format a number of bytes for people.
 
     >>> size_in_words(1536), size_in_words(80e9), size_in_words(7)
     ('1.5 KiB', '74.5 GiB', '7 B')
@@ -389,7 +389,7 @@ def size_in_words(size: float) -> str:
 
 
 def section(title: str, *parts: str) -> str:
-    """A title, escaped here, above parts that are HTML already; what is too wide for the page scrolls.
+    """HTML of a title above HTML parts, which scrolls if it is too wide for the page.
 
     >>> section("a < b", "<p>so</p>")
     '<div style="overflow-x:auto"><div><b>a &lt; b</b></div><p>so</p></div>'
@@ -399,7 +399,7 @@ def section(title: str, *parts: str) -> str:
 
 
 def lines(text: str) -> str:
-    """Text as a block whose lines stay lines.
+    """HTML of a text with its line breaks.
 
     >>> lines("1 < 2\\n3")
     '<div style="margin:4px 0">1 &lt; 2<br>3</div>'
@@ -408,12 +408,12 @@ def lines(text: str) -> str:
 
 
 def columns_of_terminal() -> int | None:
-    """Columns of the terminal that standard output is; None: it is a file, a pipe or a notebook."""
+    """The width of the terminal in columns; None if standard output is a file, a pipe or a notebook."""
     return shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else None
 
 
 def folded(text: str) -> str:
-    """Returns a text for the terminal: lines longer than it is wide are broken between words, below what their first word says.
+    """Fold a text for the terminal: lines that are too long are broken between words, indented below their first word.
 
     Tables stay as they are, and so does everything where standard output is no terminal.
     """
@@ -434,7 +434,7 @@ def _broken(block: str, width: int) -> Iterator[str]:
 
 
 def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], left: int, spare: Sequence[str] = ()) -> str:
-    """A table whose first `left` columns are flush left and the others flush right.
+    """A plain-text table whose first `left` columns are flush left and the others flush right.
 
     >>> print(aligned(["what", "bytes"], [["a", "1,024"], ["bcd", "8"]], left=1))
     what  bytes
@@ -474,7 +474,7 @@ def table(
     shares: Sequence[float] = (),
     quiet: Collection[int] = (),
 ) -> str:
-    """A table whose first `left` columns are flush left and the others flush right.
+    """An HTML table whose first `left` columns are flush left and the others flush right.
 
     Args:
       header: names of the columns.
@@ -680,7 +680,7 @@ Kind = TypeVar("Kind", bound=enum.Enum)
 
 
 def meant(setting: str, given: Any, choices: Iterable[str] = ()) -> Any:
-    """The choice that a name means.
+    """The choice that a given name, or a synonym of it, means.
 
     Args:
       setting: which row of `CHOICES` knows the other names.
@@ -702,7 +702,7 @@ def meant(setting: str, given: Any, choices: Iterable[str] = ()) -> Any:
 
 
 def member(kind: type[Kind], setting: str, given: Any) -> Kind | None:
-    """For `_missing_` of an Enum: the member that a name means, or None."""
+    """Implements `_missing_` of an Enum: the member that a name means, or None."""
     if not isinstance(given, Hashable):
         return None
     by_value = {each.value: each for each in kind}
@@ -712,7 +712,7 @@ def member(kind: type[Kind], setting: str, given: Any) -> Kind | None:
 
 
 def is_choice(kind: type[enum.Enum], given: Any) -> bool:
-    """Whether a member, its name or its value is given."""
+    """Whether a value is a member, its name or its value."""
     try:
         kind(given)
     except ValueError:
@@ -721,7 +721,7 @@ def is_choice(kind: type[enum.Enum], given: Any) -> bool:
 
 
 def no_attribute(of: object, name: str, *hints: str) -> AttributeError:
-    """The error for an attribute that is not there, with what there is in its place; of a property what is raised in it."""
+    """The error for a missing attribute, with hints; if it is a property, the error that the property raised."""
     if hasattr(type(of), name):
         object.__getattribute__(of, name)
     said = "; ".join([*([METHODS[name]] if name in METHODS else []), *hints])
@@ -730,7 +730,7 @@ def no_attribute(of: object, name: str, *hints: str) -> AttributeError:
 
 
 def nearest(given: str, known: Iterable[str], *tables: dict[str, str], cutoff: float = 0.6) -> str | None:
-    """The known name that was most likely meant: by a table where it says, else by its letters.
+    """The known name that was most likely meant: by the tables of synonyms, else by spelling.
 
     >>> nearest("lr", ["steps", "learning_rate"], KEYS), nearest("stpes", ["steps"], KEYS)
     ('learning_rate', 'steps')
@@ -747,7 +747,7 @@ R = TypeVar("R")
 
 
 def naming_options(fun: Callable[P, R]) -> Callable[P, R]:
-    """A function whose unknown keyword arguments are refused with the nearest known one, as keys of configurations are."""
+    """Wrap a function to refuse unknown keyword arguments with the nearest known name."""
     known = list(inspect.signature(fun).parameters)
 
     @functools.wraps(fun)
@@ -762,5 +762,5 @@ def naming_options(fun: Callable[P, R]) -> Callable[P, R]:
 
 
 def _plain(name: str) -> str:
-    """A name without its class, in small letters, with underscores."""
+    """Normalize a name: without its class, in lower case, with underscores."""
     return name.strip().rpartition(".")[2].lower().replace("-", "_").replace(" ", "_")

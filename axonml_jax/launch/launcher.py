@@ -41,7 +41,7 @@ _WAITING = re.compile(
 
 
 def launch(argv: Sequence[str]) -> int:
-    """Run a job.
+    """Run a job; returns its exit status.
 
     Args:
       argv: torchrun's flags, the script or module, and its arguments.
@@ -74,7 +74,7 @@ def launch(argv: Sequence[str]) -> int:
 
 
 class _Job:
-    """The attempts of one launch, as one machine's launcher makes them."""
+    """The attempts of one launch, as this machine's launcher makes them."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class _Job:
             self._spares.__exit__()
 
     def run(self) -> int:
-        """Attempt after attempt, until one ends well, a signal comes, or no restart is left."""
+        """Make attempts until one ends well, a signal comes, or no restart is left."""
         failures, number = 0, 0
         while True:
             try:
@@ -143,7 +143,7 @@ class _Job:
         return status
 
     def _explain(self, ended: Ended) -> int:
-        """Say why an attempt has ended on all machines; the exit status that would tell it."""
+        """Print why an attempt ended on all machines; returns the exit status for it."""
         if ended.stopped:
             print_note(_stopped(ended))
         cause = self._nodes.verdict(ended.failure, ended.well)
@@ -164,7 +164,7 @@ class _Job:
         return cause.exit_status if cause else 1
 
     def _attempt(self, start: Start, failures: int) -> Ended:
-        """Start all workers, and watch them to the end."""
+        """Start all workers of this machine, and watch them to the end."""
         options, sizes, place = self._options, start.sizes, start.nodes.index(self._options.node_rank)
         if options.elastic:
             self._tell_of_machines(start)
@@ -199,7 +199,7 @@ class _Job:
             return supervisor.watch()
 
     def _belongs(self, start: Start) -> bool:
-        """Whether this machine was in the attempt before, so that what it has in memory is of this training."""
+        """Whether this machine took part in the previous attempt, so that the copies in its memory are of this training."""
         return self._start is not None and self._start.number == start.number - 1
 
     def _tell_of_machines(self, start: Start) -> None:
@@ -223,7 +223,9 @@ class _Job:
         )
 
     def _spare(self, local_rank: int, command: Sequence[str]) -> subprocess.Popen:
-        """A process that stands by: with a worker's variables, but not its mark, by which a failed attempt is ended."""
+        """Start a standby process with a worker's variables, but without the mark by which a failed attempt's processes are
+        ended.
+        """
         assert self._latest is not None
         handed = None if self._memory is None else self._memory.of(local_rank)
         environ = worker_environment(os.environ, self._latest, local_rank, self._gpus, handed)
@@ -240,14 +242,14 @@ class _Job:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody uses."""
+    """A port of the loopback interface that is not in use."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def _check_port(options: LaunchOptions) -> None:
-    """Refuse a port that is taken, before the workers find out one by one."""
+    """Refuse a port that is in use, before the workers find out one by one."""
     if options.master_port is None or options.nnodes > 1:
         return
     try:
@@ -260,7 +262,7 @@ def _check_port(options: LaunchOptions) -> None:
 
 
 def _log_folder(options: LaunchOptions) -> Path | None:
-    """A folder for this launch's logs, in its own place under the one that was given."""
+    """Make a folder for this launch's logs, inside the given one."""
     if options.log_dir is None:
         if options.tee or options.redirects:
             raise ConfigError("launch: --tee and --redirects write files: say where with --log-dir DIR")

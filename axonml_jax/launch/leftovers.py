@@ -1,4 +1,4 @@
-"""Processes of a run that its launcher has left behind, found and ended."""
+"""Finds and ends processes of a run that its launcher has left behind."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ _GUARD_GRACE = 2.0
 
 
 def signal_all(groups: Collection[int], run_id: str, number: int) -> None:
-    """Send a signal to every process of the groups, and to those that left them but carry the mark.
+    """Send a signal to every process of the groups, and to those outside of them that carry the run's mark.
 
     SIGKILL spares Python's resource trackers. When all others have ended they unlink what these had in /dev/shm, such as the
     batches that a loader's workers had made, and end by themselves.
@@ -43,7 +43,7 @@ def signal_all(groups: Collection[int], run_id: str, number: int) -> None:
 
 
 def members(groups: Collection[int], run_id: str) -> dict[int, int]:
-    """Process group by id of every living process of the groups or with the mark; zombies have ended.
+    """Map every living process of the groups, or with the mark, to its process group; zombies do not count.
 
     Without `/proc` (macOS) a group counts as one process and the mark is not seen.
     """
@@ -62,7 +62,7 @@ def members(groups: Collection[int], run_id: str) -> dict[int, int]:
 
 
 class Guard:
-    """A process that ends what a launcher had started when the launcher itself is killed. A context.
+    """A process that ends a launcher's workers when the launcher itself is killed. A context.
 
     Args:
       run_id: value of `MARK`.
@@ -84,7 +84,7 @@ class Guard:
         return self
 
     def watch(self, group: int) -> None:
-        """Remember a process group."""
+        """Add a process group to those to end."""
         self._say(f"{group}\n")
 
     def __exit__(self, kind: type[BaseException] | None, *exception):

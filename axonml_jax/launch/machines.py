@@ -1,4 +1,4 @@
-"""The launchers of a job's machines: how they gather, talk, and make up the next world."""
+"""The launchers of a job's machines: how they gather, communicate, and form the next world."""
 
 import hashlib
 import hmac
@@ -48,7 +48,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER
 
 
 class Connection:
-    """One end of a connection.
+    """One end of a connection between launchers.
 
     Args:
       connection: a connected socket; closed with the line.
@@ -72,11 +72,11 @@ class Connection:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def fileno(self) -> int:
-        """The descriptor to select on."""
+        """The file descriptor to select on."""
         return self._connection.fileno()
 
     def send(self, message: dict) -> None:
-        """Send a message; a cut line loses it."""
+        """Send a message; it is lost if the connection is cut."""
         self._said = time.monotonic()
         try:
             self._connection.sendall(self._talk.sealed(message))
@@ -84,18 +84,18 @@ class Connection:
             self.cut = True
 
     def beat(self) -> None:
-        """Show once a second that this launcher does not stand still, and make room for what the other end says."""
+        """Send a heartbeat once a second, and read what the other end has sent."""
         self._receive()
         if not self.cut and time.monotonic() - self._said > _BEAT and self._has_room():
             self.send({})
 
     @property
     def silent(self) -> bool:
-        """Whether the other end stands still, as far as has been heard."""
+        """Whether the other end has sent nothing for `SILENCE` seconds."""
         return time.monotonic() - self._heard > SILENCE
 
     def messages(self) -> list[dict]:
-        """What has come since the last call, without waiting."""
+        """The messages that have arrived since the last call, without waiting."""
         self._receive()
         *whole, rest = self._part.split(b"\n")
         self._part = bytearray(rest)
@@ -105,7 +105,7 @@ class Connection:
         return unread + [message for message in messages if message]
 
     def put_back(self, messages: list[dict]) -> None:
-        """Let the next call of `messages` begin with these."""
+        """Make the next call of `messages` return these first."""
         self._unread = messages
 
     def _receive(self) -> None:
@@ -120,7 +120,7 @@ class Connection:
             self._heard = time.monotonic()
 
     def _has_room(self) -> bool:
-        """Whether the line takes a word without waiting; that of one who has stood still for long does not."""
+        """Whether the socket accepts data without waiting; that of a stalled launcher does not."""
         with selectors.PollSelector() as selector:
             selector.register(self._connection, selectors.EVENT_WRITE)
             return bool(selector.select(0))
@@ -132,7 +132,7 @@ class Connection:
 
 
 def called(place: tuple[str, int], token: bytes, subject: str) -> Connection:
-    """A connection to whoever listens there, who has greeted.
+    """Connect to a listening launcher, and exchange greetings.
 
     Raises:
       OSError: when nobody does, or something else.
@@ -155,7 +155,7 @@ _LONGEST_NEWS = 300
 
 
 def is_hello(message: dict) -> bool:
-    """Whether a launcher presents itself: a node other than 0 of its own number of nodes, with workers."""
+    """Whether a message is a valid introduction of a launcher on a node other than 0."""
     known = {"node", "size", "nnodes", "min-nodes", "node-unit", "max-restarts", "program", "arguments", "versions"}
     return (
         message.keys() == known
@@ -170,7 +170,7 @@ def is_hello(message: dict) -> bool:
 
 
 def is_answer(message: dict, nnodes: int) -> bool:
-    """Whether node 0 says how the gathering went: the sizes of all nodes (0: missing), and what was wrong."""
+    """Whether a message is node 0's answer to a gathering: the sizes of all nodes (0: missing), and what was wrong."""
     sizes, fault = message.get("sizes"), message.get("fault")
     if not isinstance(fault, str) or not isinstance(sizes, list):
         return False
@@ -178,7 +178,7 @@ def is_answer(message: dict, nnodes: int) -> bool:
 
 
 def is_news(message: dict, nnodes: int) -> bool:
-    """Whether it is something that launchers tell each other while the workers run."""
+    """Whether a message is one that launchers exchange while workers run."""
     kinds: dict[str, Callable[[], bool]] = {
         "alarm": lambda: is_count(message["alarm"]),
         "start": lambda: (
@@ -200,7 +200,7 @@ def is_news(message: dict, nnodes: int) -> bool:
 
 
 def _is_text(given: object) -> bool:
-    """Whether it is a short text that a message may show."""
+    """Whether a value is a short printable text."""
     return isinstance(given, str) and len(given) <= _LONGEST_NEWS and given.isprintable()
 
 
@@ -245,7 +245,7 @@ _WORDS = {
 
 
 def likeness(options: LaunchOptions, token: bytes) -> dict[str, str]:
-    """What must be alike where machines come and go.
+    """What must be equal on all machines that come and go: digests of program and arguments, and versions.
 
     A script and the configurations among the arguments count by what they hold, not by where they are.
 
@@ -264,7 +264,7 @@ def likeness(options: LaunchOptions, token: bytes) -> dict[str, str]:
 
 
 def unlike(there: Mapping[str, str], here: Mapping[str, str], node: int) -> list[str]:
-    """What of a machine is not as it is on node 0, in words.
+    """Describe what on a machine differs from node 0.
 
     >>> one = {"program": "1", "arguments": "2", "versions": "jax 0.10.2"}
     >>> unlike(one, one, 3), unlike(one | {"program": "4"}, one, 3)
@@ -290,7 +290,7 @@ def _digest(token: bytes, parts: list[bytes]) -> str:
 
 
 def _configuration(argument: str) -> bytes:
-    """What an argument's file holds, after the name of its flag; empty where it names no configuration."""
+    """An argument's flag and the content of the configuration file that it names; empty if it names none."""
     flag, equals, path = argument.rpartition("=")
     held = _held_by(path) if Path(path).suffix in _CONFIGURATIONS else b""
     return (flag + equals).encode() + held if held else b""
@@ -318,7 +318,7 @@ def _installed(package: str) -> str:
 
 @dataclass(frozen=True)
 class Start:
-    """An attempt.
+    """The start of an attempt: its number, port, nodes and sizes.
 
     Attributes:
       number: attempts before this one.
@@ -334,7 +334,7 @@ class Start:
 
     @property
     def message(self) -> dict:
-        """As launchers say it.
+        """The start as a message.
 
         >>> start = Start(1, 29502, (0, 2), (4, 4))
         >>> Start.of(start.message) == start
@@ -349,11 +349,11 @@ class Start:
 
 
 class Stopped(Exception):
-    """A signal came while the launcher waited for others."""
+    """Raised when a signal comes while the launcher waits for others."""
 
 
 class Over(Exception):
-    """No further attempt is made: why, and the launcher's exit status as `status`."""
+    """Raised when no further attempt is made: the reason, and the launcher's exit status as `status`."""
 
     def __init__(self, why: str, status: int):
         super().__init__(why)
@@ -366,7 +366,7 @@ class Over(Exception):
 
 
 def regrouped(before: Sequence[int], present: Collection[int], unit: int = 1) -> tuple[int, ...]:
-    """The machines of the next world, in the order of their ranks.
+    """Choose the machines of the next world, in the order of their ranks.
 
     Machines stand in groups of `unit`, each of which holds whole replicas of the model. A machine keeps its place within a
     group, because the parts of the state that it has in memory belong there; others fill the places of those that have gone.
@@ -399,7 +399,7 @@ def regrouped(before: Sequence[int], present: Collection[int], unit: int = 1) ->
 
 
 def changes(before: Sequence[int], now: Sequence[int]) -> str:
-    """What is other than it was, in words.
+    """Describe how the machines changed between two worlds.
 
     >>> changes([0, 1, 2], [0, 2]), changes([0, 2], [0, 2, 1])
     ('without node(s) [1]', 'with node(s) [1]')
@@ -425,7 +425,7 @@ Programs differ in how long they compile before their first step, and launchers 
 
 
 class Trial:
-    """What is known of the attempt at hand, on node 0, and of the machines that were sent away."""
+    """Node 0's record of a new attempt, and of the machines that were sent away after one failed."""
 
     def __init__(self):
         self._new: tuple[int, ...] = ()
@@ -433,7 +433,7 @@ class Trial:
         self._away: dict[int, float] = {}
 
     def begin(self, before: Collection[int], now: Sequence[int]) -> None:
-        """An attempt begins.
+        """Note the start of an attempt, and which machines are new in it.
 
         Args:
           before: the machines of the attempt before; none at the first.
@@ -444,15 +444,15 @@ class Trial:
 
     @property
     def blamed(self) -> tuple[int, ...]:
-        """The machines that came to the attempt, while it is new."""
+        """The machines that are new in the attempt, while it is younger than `TRIAL`."""
         return self._new if time.monotonic() - self._began < TRIAL else ()
 
     def send_away(self, node: int) -> None:
-        """The attempt has failed, and a machine goes for it."""
+        """Note that a machine is sent away because the attempt has failed."""
         self._away[node] = time.monotonic()
 
     def fault(self, node: int) -> str:
-        """Why a machine that calls is not let in yet, in words; empty where nothing is against it."""
+        """Why a calling machine is not accepted yet; empty if it is."""
         left = self._away[node] + TRIAL - time.monotonic() if node in self._away else 0.0
         if left <= 0:
             return ""
@@ -468,7 +468,7 @@ class Trial:
 
 
 class Lines:
-    """One line to each of some nodes; close them when nothing more is said.
+    """The connections to other nodes, one each.
 
     Args:
       nnodes: number of machines of the job, the largest.
@@ -479,33 +479,33 @@ class Lines:
         self._lines: dict[int, Connection] = {}
 
     def add(self, node: int, line: Connection) -> None:
-        """A launcher has called, or was called."""
+        """Add the connection of a node."""
         self._lines[node] = line
 
     def drop(self, node: int, farewell: dict | None = None) -> None:
-        """Hang up on one, with a last word where there is one; nothing, where that has been done."""
+        """Close a node's connection, after a farewell if one is given; does nothing if it is closed already."""
         if (line := self._lines.pop(node, None)) is not None:
             if farewell is not None:
                 line.send(farewell)
             line.close()
 
     def sources(self) -> Sequence[Connection]:
-        """What to select on."""
+        """The connections to select on."""
         return [line for line in self._lines.values() if not line.cut]
 
     def tell(self, message: dict, but: int | None = None) -> None:
-        """Say something to all but one."""
+        """Send a message to all nodes but one."""
         for node, line in self._lines.items():
             if node != but:
                 line.send(message)
 
     def beat(self) -> None:
-        """Show all that this launcher does not stand still."""
+        """Send a heartbeat to all."""
         for line in self._lines.values():
             line.beat()
 
     def hear(self) -> list[tuple[int, dict]]:
-        """What the others have said since the last call; what no launcher says is ignored, with a word."""
+        """The messages that have arrived since the last call; invalid ones are reported and ignored."""
         heard = []
         for node, line in self._lines.items():
             for message in line.messages():
@@ -517,7 +517,7 @@ class Lines:
         return heard
 
     def dead(self, silent: bool = True) -> list[tuple[int, str]]:
-        """The nodes whose line is cut, and what has become of each, in words.
+        """The nodes whose connection is cut or silent, each with a description.
 
         Args:
           silent: whether those count too that stand still.
@@ -531,7 +531,7 @@ class Lines:
         ]
 
     def close(self) -> None:
-        """Hang up on all."""
+        """Close all connections."""
         for line in self._lines.values():
             line.close()
 
@@ -547,7 +547,7 @@ _SAME_TOKEN = f"has every machine the same {TOKEN}, or none?"
 
 
 class Door:
-    """Node 0's listening socket; close it when nobody else is expected.
+    """Node 0's listening socket.
 
     Args:
       options: of node 0's launcher.
@@ -564,11 +564,11 @@ class Door:
             self.close: Callable[[], None] = stack.pop_all().close
 
     def sources(self) -> Sequence[Any]:
-        """What to select on."""
+        """The sockets to select on."""
         return self._callers.sources()
 
     def pump(self, taken: Collection[int]) -> Iterator[tuple[int, int, Connection, str]]:
-        """Who has called: its node, its number of workers, the line to it, and what is wrong with it, if anything.
+        """Yield for each caller its node, its number of workers, its connection, and what is wrong with it, if anything.
 
         Args:
           taken: nodes that have called before.
@@ -591,7 +591,7 @@ class Door:
 
 
 def settings(options: LaunchOptions) -> dict[str, int]:
-    """What all launchers must be told alike."""
+    """The settings that all launchers must share."""
     return {
         "nnodes": options.nnodes,
         "min-nodes": options.min_nodes,
@@ -601,7 +601,7 @@ def settings(options: LaunchOptions) -> dict[str, int]:
 
 
 def _flags(said: dict) -> dict:
-    """Settings as flags say them."""
+    """Settings as they are written in flags."""
     smallest, largest = said["min-nodes"], said["nnodes"]
     counts = largest if smallest == largest else f"{smallest}:{largest}"
     return {"nnodes": counts, "node-unit": said["node-unit"], "max-restarts": said["max-restarts"]}
@@ -610,7 +610,7 @@ def _flags(said: dict) -> dict:
 def call(
     options: LaunchOptions, size: int, token: bytes, patience: float, pause: Callable[[Sequence[Any]], None]
 ) -> tuple[Connection, list[int]]:
-    """Another node: find node 0's launcher, say who this is, hear what it says.
+    """From another node: find node 0's launcher, introduce this one, and wait for its answer.
 
     Args:
       options: of this launcher.
@@ -659,7 +659,7 @@ def _find_node_0(
 
 
 def refuse(options: LaunchOptions, fault: str) -> NoReturn:
-    """Say what is wrong with the gathering.
+    """Raise a ConfigError that says what is wrong with the gathering.
 
     Raises:
       ConfigError: always.
@@ -676,7 +676,7 @@ def refuse(options: LaunchOptions, fault: str) -> NoReturn:
 
 
 class Heard:
-    """What was said so far.
+    """What the launchers have announced so far.
 
     Attributes:
       starts: the attempts that node 0 has announced.
@@ -700,7 +700,7 @@ class Heard:
         self.status: int | None = None
 
     def take(self, message: dict) -> None:
-        """Take in a message that `is_news`."""
+        """Record a message for which `is_news` holds."""
         if "alarm" in message:
             self.alarms.add(message["alarm"])
         elif "ended" in message:
@@ -724,15 +724,15 @@ class Heard:
             self.status = message["over"]
 
     def newest_with(self, node: int) -> int:
-        """The newest attempt to which a machine belongs; -1: there is none."""
+        """The newest attempt that includes a node; -1 if there is none."""
         return max((number for number, start in self.starts.items() if node in start.nodes), default=-1)
 
     def ends(self, number: int) -> bool:
-        """Whether an attempt ends anyway."""
+        """Whether an attempt is already bound to end."""
         return bool(number in self.regroups | self.alarms or self.gone[number] or self.ended[number])
 
     def all_ended(self, start: Start) -> bool:
-        """Whether the workers of all machines that are left of an attempt have ended."""
+        """Whether the workers of all machines left in an attempt have ended."""
         return set(start.nodes) - self.gone[start.number] <= self.ended[start.number].keys()
 
 
@@ -742,7 +742,7 @@ class Heard:
 
 
 class Roster:
-    """The machines that are there; node 0 is, and listens for the others until `close`.
+    """The machines that are present; node 0 listens for the others until `close`.
 
     Args:
       options: of node 0's launcher.
@@ -762,11 +762,11 @@ class Roster:
         self._newest = time.monotonic()
 
     def sources(self) -> Sequence[Any]:
-        """What to select on."""
+        """The sockets to select on."""
         return [] if self._door is None else self._door.sources()
 
     def hear(self) -> list[tuple[int, Connection, str]]:
-        """Who has called: its node, the line to it, and what is wrong with it; if nothing is, it is there from now on."""
+        """Process callers: their node, connection and fault; one without a fault is present from now on."""
         heard = []
         for node, size, line, fault in () if self._door is None else self._door.pump(self.sizes):
             fault = fault or self.trial.fault(node)
@@ -776,15 +776,15 @@ class Roster:
         return heard
 
     def drop(self, node: int) -> None:
-        """A machine has gone."""
+        """Remove a machine that has gone."""
         self.sizes.pop(node, None)
 
     def next_nodes(self, before: Sequence[int]) -> tuple[int, ...]:
-        """The machines of the next world, after one of these."""
+        """The machines of the world that follows the one with these."""
         return regrouped(before, self.sizes, self._options.node_unit)
 
     def few(self, before: Sequence[int]) -> str:
-        """Why no world can be made of them, in words; empty where one can."""
+        """Why the machines cannot form a world; empty if they can."""
         options, count = self._options, len(self.next_nodes(before))
         if count >= options.min_nodes:
             return ""
@@ -792,24 +792,24 @@ class Roster:
         return f"{len(self.sizes)} machine(s) are there, and --nnodes asks for {options.min_nodes}{unit}"
 
     def could_grow(self, before: Sequence[int]) -> bool:
-        """Whether machines wait that would make a larger world than these."""
+        """Whether waiting machines would make a larger world than these."""
         return len(self.next_nodes(before)) > len(before) and self.settled
 
     def to_send_away(self, before: Sequence[int]) -> tuple[int, ...]:
-        """The machines that had better go, as the first attempt with them has failed; none where the others are too few."""
+        """The new machines to exclude because the first attempt with them failed; empty if the others are too few."""
         blamed, options = self.trial.blamed, self._options
         others = regrouped(before, self.sizes.keys() - set(blamed), options.node_unit)
         return blamed if len(others) >= options.min_nodes else ()
 
     @property
     def settled(self) -> bool:
-        """Whether no more machines are waited for: all are there, or nobody has come for `--last-call` seconds."""
+        """Whether no more machines are waited for: all are present, or none has come for `--last-call` seconds."""
         if len(self.sizes) == self._options.nnodes:
             return True
         return self._options.elastic and time.monotonic() > self._newest + self._options.last_call
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         if self._door is not None:
             self._door.close()
             self._door = None
@@ -822,7 +822,7 @@ class Roster:
 
 
 class Gathering:
-    """The callers of node 0.
+    """The callers of node 0 before the first attempt.
 
     Args:
       options: of its launcher.
@@ -837,16 +837,16 @@ class Gathering:
 
     @property
     def waits(self) -> bool:
-        """Whether the first attempt waits for others."""
+        """Whether the first attempt still waits for other machines."""
         return (not self._roster.settled or bool(self._roster.few(()))) and not self._fault
 
     @property
     def sizes(self) -> list[int]:
-        """By node, the number of workers; 0 where nobody has come."""
+        """The number of workers of each node; 0 for nodes that have not called."""
         return [self._roster.sizes.get(node, 0) for node in range(self._options.nnodes)]
 
     def welcome(self) -> None:
-        """Take in who has called. Where all must come, a wrong one is everybody's fault."""
+        """Accept callers; if all nodes must come, a faulty one makes the gathering fail."""
         for node, line, fault in self._roster.hear():
             if self._options.elastic:
                 line.send({"sizes": [0] * self._options.nnodes, "fault": fault})
@@ -859,7 +859,7 @@ class Gathering:
                 self._fault = self._fault or fault
 
     def end(self, seconds: float) -> str:
-        """Listen no more where all must come, and tell all how it went.
+        """Tell all callers the outcome; stop listening if all nodes had to come.
 
         Args:
           seconds: how long others were waited for.
@@ -879,7 +879,7 @@ class Gathering:
         return self._fault
 
     def close(self) -> None:
-        """Listen no more, and hang up on those that were refused."""
+        """Stop listening, and close the connections of refused callers."""
         self._roster.close()
         for line in self._refused:
             line.close()
@@ -904,7 +904,7 @@ _TICK = 0.1
 
 
 class Nodes:
-    """All launchers of a job, as one of them sees them. A context; entered once everybody has come, or enough have.
+    """All launchers of a job, as one of them sees them. A context, entered once all, or enough, have come.
 
     Args:
       options: of this launcher.
@@ -945,7 +945,7 @@ class Nodes:
         self._lines.close()
 
     def start(self, number: int, port: int) -> Start:
-        """The next attempt that this machine belongs to: node 0's choice, heard by all.
+        """The next attempt that includes this machine: node 0 decides and tells all.
 
         Args:
           number: of the attempt, at least; node 0 takes it.
@@ -973,7 +973,7 @@ class Nodes:
 
     @property
     def lost(self) -> str | None:
-        """Why no further attempt makes sense, in words; None while there may be one."""
+        """Why no further attempt makes sense; None while one is possible."""
         return self._heard.lost
 
     def sockets(self) -> Sequence[Any]:
@@ -1017,24 +1017,24 @@ class Nodes:
         self._lines.tell({"leave": why})
 
     def over(self, status: int) -> None:
-        """Node 0 tells those that wait for a place that there will be none."""
+        """In node 0: tell launchers that wait for a place that there will be no further attempt."""
         if self._options.elastic and self._me == 0:
             self._lines.tell({"over": status})
 
     @property
     def decides(self) -> bool:
-        """Whether this launcher says for itself if there is another attempt; where machines come and go, only node 0 does."""
+        """Whether this launcher decides about another attempt; if machines come and go, only node 0 does."""
         return self._me == 0 or not self._options.elastic
 
     @property
     def changed(self) -> bool:
-        """Whether the next attempt has other machines than the one before."""
+        """Whether the next attempt has other machines than the last."""
         if self._heard.gone[self._start.number] or self.gently:
             return True
         return self._roster is not None and self._roster.next_nodes(self._start.nodes) != self._start.nodes
 
     def send_away(self) -> bool:
-        """Node 0: whether machines have to go because the first attempt with them has failed, and the others go on."""
+        """In node 0: send new machines away because the first attempt with them failed; returns whether any went."""
         heard, number = self._heard, self._start.number
         if not self._manages or self.gently or heard.gone[number] or not any(heard.ended[number].values()):
             return False
@@ -1046,7 +1046,7 @@ class Nodes:
         return bool(away)
 
     def verdict(self, failure: Failure | None, well: bool = False) -> Failure | None:
-        """The root cause of a failed attempt, the same on every machine.
+        """The root cause of a failed attempt, equal on every machine.
 
         Args:
           failure: what failed here first, if anything.
@@ -1059,14 +1059,14 @@ class Nodes:
 
     @property
     def finished_well(self) -> bool:
-        """Whether the workers of every machine have ended with 0."""
+        """Whether the workers of every machine ended with exit code 0."""
         return set(self._start.nodes) <= self._heard.well[self._start.number]
 
     def _all_ended(self) -> bool:
         return self._heard.all_ended(self._start)
 
     def _finished(self) -> bool:
-        """Whether all workers have ended, and none so that there will be another attempt."""
+        """Whether all workers have ended, and no further attempt follows."""
         failed = self._manages and any(self._heard.ended[self._start.number].values())
         return bool(self._start.nodes) and self._all_ended() and not failed
 
@@ -1076,7 +1076,7 @@ class Nodes:
         self._lines.tell(said)
 
     def _listen(self, silent: bool = True) -> None:
-        """Take in what the others say; node 0 passes it on to the rest. `silent`: who stands still counts as gone."""
+        """Process the others' messages, which node 0 passes on; with `silent`, a silent launcher counts as gone."""
         for node, message in self._lines.hear():
             if self._manages and "leave" in message:
                 self._drop(node, message["leave"])
@@ -1097,7 +1097,7 @@ class Nodes:
             self._gathering.welcome()
 
     def _drop(self, node: int, why: str, farewell: dict | None = None) -> None:
-        """Node 0: a machine that may go has gone."""
+        """In node 0: remove a machine that may go."""
         assert self._roster is not None
         self._lines.drop(node, farewell)
         self._roster.drop(node)
@@ -1105,17 +1105,17 @@ class Nodes:
         self._lines.tell(message)
 
     def _regroup(self) -> None:
-        """Node 0: all workers shall end by themselves, and start again on other machines."""
+        """In node 0: make all workers end by themselves, to start again on other machines."""
         self._heard.take(message := {"regroup": self._start.number})
         self._lines.tell(message)
 
     @property
     def _manages(self) -> bool:
-        """Whether this is node 0 of machines that may come and go."""
+        """Whether this is node 0 of a job whose machines come and go."""
         return self._roster is not None and self._options.elastic
 
     def _consider_growing(self) -> None:
-        """Node 0: ask for another attempt when machines wait that could join, unless this one ends anyway."""
+        """In node 0: ask for another attempt if waiting machines could join, unless the current one ends anyway."""
         roster, now = self._roster, self._start
         if roster is not None and not self._heard.ends(now.number) and roster.could_grow(now.nodes):
             self._regroup()
@@ -1138,7 +1138,7 @@ class Nodes:
             raise Stopped
 
     def _wait_for_enough(self, roster: Roster) -> None:
-        """Node 0: wait until as many machines are there as there must be."""
+        """In node 0: wait until the minimal number of machines is present."""
         before, deadline = self._start.nodes, time.monotonic() + GATHER_TIMEOUT
         if few := roster.few(before):
             print_note(f"{few}: waiting up to {GATHER_TIMEOUT:g} s for others")
@@ -1147,7 +1147,7 @@ class Nodes:
                 self._heard.lost = self.lost or f"{few}: no other came within {GATHER_TIMEOUT:g} s"
 
     def _gather(self) -> None:
-        """Node 0: wait for a call from every other launcher, or from enough of them, then tell all the sizes."""
+        """In node 0: wait until all other launchers, or enough of them, have called; then tell all the sizes."""
         elastic, deadline = self._options.elastic, time.monotonic() + GATHER_TIMEOUT
         self._roster = Roster(self._options, self.sizes[0], self._token)
         self._gathering = gathering = Gathering(self._options, self._roster, self._lines)
@@ -1160,7 +1160,7 @@ class Nodes:
             refuse(self._options, fault)
 
     def _call(self) -> None:
-        """Another node: find node 0's launcher."""
+        """From another node: find node 0's launcher."""
         size, patience = self.sizes[0], GATHER_TIMEOUT
         line, self.sizes = call(self._options, size, self._token, patience, self._pause)
         self._lines.add(0, line)

@@ -48,7 +48,7 @@ _NOT_NEEDED: dict[str, str] = {
 
 
 def launch_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
-    """The parser; every flag with underscores too."""
+    """The parser of `axonml-jax launch`; every flag is accepted with underscores too."""
     parser = argparse.ArgumentParser(
         prog="axonml-jax launch",
         usage="axonml-jax launch [flags] SCRIPT [arguments of the script]",
@@ -120,7 +120,7 @@ def _streams(text: str) -> Mapping[int, int] | int:
 
 
 def refuse_unknown_flags(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Look at the flags before argparse does, which would take an unknown flag's value for the script.
+    """Refuse unknown flags before argparse, which would take their values for the script.
 
     Raises:
       ConfigError: with the nearest known flag, or why torchrun's flag has no work here.
@@ -152,7 +152,7 @@ def refuse_unknown_flags(argv: Sequence[str], parser: argparse.ArgumentParser) -
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchOptions:
-    """What `axonml-jax launch` was asked for.
+    """The options of `axonml-jax launch`.
 
     Attributes:
       nproc_per_node: a number, `auto`, `cpu` or `gpu`.
@@ -199,12 +199,12 @@ class LaunchOptions:
 
     @property
     def command(self) -> list[str]:
-        """A worker's command line."""
+        """The command line of a worker."""
         return [sys.executable, *(["-m"] if self.module else []), self.target, *self.arguments]
 
 
 def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptions:
-    """The flags before the script, the script, and its arguments.
+    """Parse the flags before the script, the script, and its arguments.
 
     Args:
       argv: what follows `axonml-jax launch`.
@@ -247,7 +247,7 @@ def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptio
 
 
 def streams_of(which: Mapping[int, int] | int, local_rank: int) -> int:
-    """The streams that `--tee` or `--redirects` mean for one worker."""
+    """The streams of one worker that `--tee` or `--redirects` selects."""
     return which if isinstance(which, int) else which.get(local_rank, 0)
 
 
@@ -329,7 +329,7 @@ def _bad_ports(given: argparse.Namespace) -> list[str]:
 
 
 def _endpoint(given: argparse.Namespace) -> tuple[str | None, int | None]:
-    """Host and port as given; several machines must agree on a port, so there a missing one has a default."""
+    """The given host and port; a missing port gets a default if several machines must agree on it."""
     default = None if given.nnodes in ("1", "1:1") else DEFAULT_PORT
     if given.rdzv_endpoint is None:
         return given.master_addr, given.master_port or default

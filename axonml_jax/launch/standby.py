@@ -1,4 +1,4 @@
-"""Processes that stand by to be the workers of the next attempt."""
+"""Standby processes, which become the workers of the next attempt."""
 
 import builtins
 import json
@@ -25,7 +25,7 @@ from axonml_jax.mesh.environment import GENERATIONS, NAME, Handed, kept_by
 
 
 class HostMemory:
-    """The files of all workers of one machine, which has the same number of them always. A context.
+    """The memory files of all workers of one machine, whose number is constant. A context.
 
     Args:
       sizes: workers of every machine.
@@ -46,7 +46,7 @@ class HostMemory:
                 os.close(handle)
 
     def arrange(self, sizes: Sequence[int], node_rank: int, keep: bool = True) -> bool:
-        """Say whose copies go where in the next world. What the files hold stays: a copy says itself what it is of.
+        """Assign files to workers for the next world; file contents stay, because a copy says what it is of.
 
         Args:
           sizes: workers of every machine.
@@ -71,12 +71,12 @@ class HostMemory:
         return grown
 
     def of(self, local_rank: int) -> Handed:
-        """What a worker is handed."""
+        """The descriptors that a worker is given."""
         return self._handed[local_rank]
 
 
 def can_outlive() -> bool:
-    """Whether this system has such memory."""
+    """Whether this system has memory files (`memfd_create`)."""
     return hasattr(os, "memfd_create")
 
 
@@ -112,17 +112,17 @@ _READERS = {"axonml_jax", *(name.partition(".")[0] for name in NEEDED)}
 
 
 def command(module: bool, target: str, arguments: Sequence[str]) -> list[str]:
-    """The command line of a process that stands by for a script or module, which it names for whoever reads `ps`."""
+    """The command line of a standby process; it names the script or module for readers of `ps`."""
     return [sys.executable, "-m", __name__, "module" if module else "script", target, *arguments]
 
 
 def go(environ: Mapping[str, str]) -> bytes:
-    """The line that makes it a worker with these variables."""
+    """The line that turns a standby process into a worker with these variables."""
     return json.dumps(dict(environ)).encode() + b"\n"
 
 
 def stand_by(kind: str, target: str, arguments: Sequence[str]) -> None:
-    """Import, wait, and be the worker. Ends without a word when nobody needs it."""
+    """Import, wait, and become the worker; ends silently if it is not needed."""
     seen = _read(os.environ)
     trains = kind == "module" and target == "axonml_jax" and list(arguments[:1]) == ["train"]
     for name in (*NEEDED, *([TRAIN] if trains else [])):
@@ -149,7 +149,7 @@ def stand_by(kind: str, target: str, arguments: Sequence[str]) -> None:
 
 
 def watch_imports(seen: Mapping[str, str], start_again: Callable[[list[str]], None]) -> None:
-    """Look at the script's first import of JAX, or of what imports it, whether it has set variables that JAX read long ago.
+    """At the script's first import of JAX, check whether it has set variables that JAX read earlier.
 
     Args:
       seen: the variables that JAX read.
@@ -173,7 +173,7 @@ def _read(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _start_again(changed: list[str], arguments: Sequence[str]) -> None:
-    """Become a new process for the script, which then runs as in a first attempt."""
+    """Replace this process by a new one for the script, which runs as in a first attempt."""
     said = f"{', '.join(changed)} set before the import of JAX, which this process has made while it stood by: it starts again"
     print(f"axonml_jax: {said}", file=sys.stderr, flush=True)
     sys.stdout.flush()
@@ -192,7 +192,7 @@ _LEAVE = 5.0
 
 
 class Spares:
-    """Starts them some time after an attempt has begun, which is when their imports cost it least. A context.
+    """Starts standby processes some time after an attempt has begun, when their imports disturb it least. A context.
 
     They read their orders from a pipe that the launcher holds: when the launcher ends, however, they end too.
 
@@ -221,7 +221,7 @@ class Spares:
         self.dismiss()
 
     def dismiss(self) -> None:
-        """End those that stand by, and start no more until asked again."""
+        """End the standby processes, and start no more until asked again."""
         self.hold()
         for process in self._waiting.values():
             process.stdin.close()  # pyright: ignore[reportOptionalMemberAccess]
@@ -237,19 +237,19 @@ class Spares:
         self._waiting.clear()
 
     def prepare(self) -> None:
-        """Start those that are not there, some time from now."""
+        """Start the missing standby processes after a delay."""
         self._timer = threading.Timer(self._delay, self._fill)
         self._timer.daemon = True
         self._timer.start()
 
     def hold(self) -> None:
-        """Start no more, until asked again; none is half started when this returns."""
+        """Start no more until asked again; none is half started when this returns."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer.join()
 
     def take(self, local_rank: int) -> subprocess.Popen | None:
-        """One that stands by for a worker; None where there is none, or it has died."""
+        """A worker's standby process; None if there is none, or it has died."""
         process = self._waiting.pop(local_rank, None)
         return process if process is not None and process.poll() is None else None
 

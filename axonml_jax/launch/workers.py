@@ -1,4 +1,4 @@
-"""The processes of a job: their environment, their output, their end."""
+"""The worker processes of a job: their environment, their output, their end."""
 
 import importlib.util
 import os
@@ -30,7 +30,7 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Interrupts:
-    """While entered, signals that would end this process are collected instead, and wake whoever selects on `fileno`.
+    """While entered, collects signals that would end this process, and wakes whoever selects on `fileno`.
 
     A signal that was ignored before (SIGHUP under nohup, SIGINT in a shell's background) stays ignored.
 
@@ -63,7 +63,7 @@ class Interrupts:
         self._woken.close()
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when a signal comes or a child ends."""
+        """A file descriptor that becomes readable when a signal comes or a child ends."""
         return self._woken.fileno()
 
     def drain(self) -> None:
@@ -91,7 +91,7 @@ _CHATTER = re.compile(
 
 
 class Outlet:
-    """Reads a worker's stream as it comes; a line is passed on when it is whole, so that lines of ranks never mix.
+    """Reads a worker's stream, and passes on only whole lines, so that lines of ranks never mix.
 
     Gloo's word that all its peers are connected goes to the file only.
 
@@ -112,16 +112,16 @@ class Outlet:
         os.set_blocking(pipe.fileno(), False)
 
     def fileno(self) -> int:
-        """The descriptor to select on."""
+        """The file descriptor to select on."""
         return self._pipe.fileno()
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more can come."""
+        """Whether the stream has ended."""
         return self._pipe.closed
 
     def pump(self) -> None:
-        """Pass on what has come; at the end of the stream, close."""
+        """Pass on the lines that have arrived; at the end of the stream, close."""
         while not self.closed:
             try:
                 chunk = os.read(self._pipe.fileno(), _LONGEST)
@@ -137,7 +137,7 @@ class Outlet:
             self._show(lines)
 
     def close(self) -> None:
-        """Pass on an unfinished last line and let go of pipe and file."""
+        """Pass on an unfinished last line, and close the pipe and the log file."""
         if not self.closed:
             self._pipe.close()
             if self._log:
@@ -173,7 +173,7 @@ _FOREIGN = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", MEMORY, M
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What the workers of one attempt have in common on one machine.
+    """What the workers of one attempt share on one machine.
 
     Attributes:
       address: host of process 0.
@@ -205,7 +205,7 @@ class Attempt:
 def worker_environment(
     environ: Mapping[str, str], attempt: Attempt, local_rank: int, gpus: Sequence[str], handed: Handed | None = None
 ) -> dict:
-    """All variables of one worker.
+    """All environment variables of one worker.
 
     Args:
       environ: the launcher's own.
@@ -250,7 +250,7 @@ def _devices(local_rank: int, local_size: int, gpus: Sequence[str]) -> dict[str,
 
 
 def count_workers(wanted: str, environ: Mapping[str, str]) -> tuple[int, tuple[str, ...]]:
-    """How many workers `--nproc-per-node` means here, and the GPUs they share.
+    """The number of workers that `--nproc-per-node` means here, and the GPUs that they share.
 
     Args:
       wanted: a number, `cpu` (as many as cores), `gpu` (as many as GPUs) or `auto` (GPUs where there are any, else cores).
@@ -289,7 +289,7 @@ def count_workers(wanted: str, environ: Mapping[str, str]) -> tuple[int, tuple[s
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The NVIDIA GPUs that JAX would find, as CUDA_VISIBLE_DEVICES names them. Asking starts nothing."""
+    """The NVIDIA GPUs that JAX would find, as CUDA_VISIBLE_DEVICES names them. Starts nothing."""
     platforms = environ.get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         return ()
@@ -326,7 +326,7 @@ STDOUT, STDERR = 1, 2
 
 @dataclass(frozen=True)
 class Failure:
-    """How a worker ended that should not have.
+    """How a worker failed.
 
     Attributes:
       rank: which process of the job.
@@ -346,12 +346,12 @@ class Failure:
 
     @property
     def exit_status(self) -> int:
-        """As a shell gives it: 128 plus the number for a signal."""
+        """The exit status as a shell gives it: 128 plus the number for a signal."""
         return self.returncode if self.returncode > 0 else 128 - self.returncode
 
     @property
     def how(self) -> str:
-        """Exit code or signal in words."""
+        """The exit code or signal in words."""
         if self.returncode > 0:
             return f"exit code {self.returncode}"
         number = -self.returncode
@@ -403,14 +403,14 @@ class Worker:
 
     @property
     def returncode(self) -> int | None:
-        """Its exit code, minus the signal that ended it, or None while it runs."""
+        """The exit code, minus the signal that ended it, or None while it runs."""
         code = self._process.poll()
         if code is not None and not self._ended:
             self._ended = time.monotonic()
         return code
 
     def failure(self) -> Failure:
-        """How it failed. Call it once it has ended and its streams are drained."""
+        """The worker's failure. Call it once it has ended and its streams are drained."""
         assert self.returncode
         lines = tuple(self.outlets[-1].last_lines())
         seconds = self._ended - self._started
@@ -420,7 +420,7 @@ class Worker:
 def started(
     command: Sequence[str], environ: Mapping[str, str], files: Sequence[int], stdin: int = subprocess.DEVNULL
 ) -> subprocess.Popen:
-    """A process in a session of its own, whose output comes through pipes.
+    """Start a process in its own session, with its output piped.
 
     Args:
       command: the program and its arguments.
@@ -441,7 +441,7 @@ def started(
 
 
 def _ordered(spare: subprocess.Popen, environ: Mapping[str, str]) -> bool:
-    """Make a process that stands by the worker; whether it still was there."""
+    """Turn a standby process into the worker; returns whether it was still alive."""
     assert spare.stdin is not None
     try:
         with spare.stdin:
@@ -477,7 +477,7 @@ _HINTS = {
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
-    """The failure that explains the others: the first, unless it only complains of a lost connection and another does not.
+    """The first failure that does not merely report a lost connection; if all do, the first.
 
     Args:
       failures: in the order in which they were seen; at least one.
@@ -486,13 +486,13 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
 
 
 def looks_like_a_consequence(failure: Failure) -> bool:
-    """Whether the last thing a worker said is that it has lost another one."""
+    """Whether a worker's last lines say that it lost another one."""
     said = [line for line in failure.lines if line.strip()][-_SHOWN_WITHOUT_TRACEBACK:]
     return failure.returncode not in _HINTS and any(_LOST_ANOTHER.search(line) for line in said)
 
 
 def report(cause: Failure) -> str:
-    """Rank, exit code or signal, and the traceback: what a user should read last."""
+    """Print rank, exit code or signal, and the traceback: what a user should read last."""
     head = (
         f"rank {cause.rank} failed first: {cause.how} after {cause.seconds:.1f} s (process {cause.pid} on {cause.host})"
     )
@@ -505,7 +505,7 @@ def report(cause: Failure) -> str:
 
 
 def flight_records(lines: Sequence[str]) -> list[str]:
-    """The files in which a dying process has said that it left its record.
+    """The paths of flight records that the lines of dying processes name.
 
     >>> flight_records(["axonml_jax: flight record: runs/a/flight-rank1.json", "Traceback ..."])
     ['runs/a/flight-rank1.json']
@@ -514,7 +514,7 @@ def flight_records(lines: Sequence[str]) -> list[str]:
 
 
 def traceback_of(lines: Sequence[str]) -> list[str]:
-    """The last traceback with those it is chained to, or else the last lines.
+    """The last traceback with those it is chained to, or the last lines if there is none.
 
     >>> traceback_of(["epoch 1", "Traceback (most recent call last):", "  ...", "ValueError: x"])
     ['Traceback (most recent call last):', '  ...', 'ValueError: x']
@@ -550,10 +550,10 @@ _UNKILLABLE = 10.0
 
 
 class Others(Protocol):
-    """What a launcher hears from the launchers on the job's other machines, and tells them."""
+    """Protocol of the launchers on the job's other machines, as the supervisor uses them."""
 
     def sockets(self) -> Iterable:
-        """What to select on."""
+        """The sockets to select on."""
         ...
 
     def poll(self, done: bool) -> bool:
@@ -570,21 +570,21 @@ class Others(Protocol):
 
     @property
     def gently(self) -> bool:
-        """Whether all workers shall end by themselves, because machines come or go."""
+        """Whether all workers are to end by themselves, because machines come or go."""
         ...
 
     def beat(self) -> None:
-        """Show them, at least once a second, that this launcher does not stand still."""
+        """Send the others a heartbeat when one is due, at least once a second."""
         ...
 
     def stopping(self) -> None:
-        """Tell the others that workers here end because their launcher was asked to."""
+        """Tell the others that workers here end because their launcher was asked to stop."""
         ...
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How an attempt ended: with a failure here or elsewhere, by a signal to the launcher, or (none of them) well.
+    """How an attempt ended: by a failure here or elsewhere, by a signal to the launcher, or well.
 
     Attributes:
       failure: what failed first of this machine's workers.
@@ -638,12 +638,12 @@ class Supervisor:
         return self
 
     def __exit__(self, *exception):
-        """However this is left, no process of the launch stays behind."""
+        """End all processes of the launch."""
         self._end_all(signal.SIGTERM, self._grace)
         self._drain()
 
     def watch(self) -> Ended:
-        """Wait for the end, whatever it is."""
+        """Wait until the attempt ends; returns how."""
         while True:
             self._pump()
             if self._interrupts.received:
@@ -667,7 +667,7 @@ class Supervisor:
             self._tell_of_lonely_workers()
 
     def _explain(self, failed: list[Worker]) -> Ended:
-        """Which worker failed first, once it is clear."""
+        """Wait until it is clear which worker failed first; returns how the attempt ended."""
         deadline = time.monotonic() + _SETTLE
         while time.monotonic() < deadline and not self._interrupts.received:
             self._pump()
@@ -685,7 +685,7 @@ class Supervisor:
         return Ended(cause, stopped=stopped, early=early, records=tuple(dict.fromkeys(records)))
 
     def _obey(self, received: signal.Signals) -> Ended:
-        """Pass a signal on, and let the workers end by themselves for a while."""
+        """Pass a signal on to the workers, and give them time to end by themselves."""
         stopped = self._running()
         if self._others:
             self._others.stopping()
@@ -693,7 +693,7 @@ class Supervisor:
         return Ended(received=received, stopped=stopped)
 
     def _end_all(self, number: int, patience: float) -> None:
-        """Signal all, wait, kill what is left. Once one worker has ended, the others have no more than `FAILURE_GRACE`."""
+        """Signal all workers, wait, kill the rest. Once one has ended, the others get at most `FAILURE_GRACE`."""
         if not self._left():
             return
         signal_all(self._groups(), self._run_id, number)
@@ -722,7 +722,7 @@ class Supervisor:
         return tuple(worker.rank for worker in self._workers if worker.returncode is None)
 
     def _pump(self, *, hear: bool = True) -> None:
-        """Wait a moment for output, signals, ends of workers or, unless nobody listens, other launchers; pass the output on."""
+        """Wait briefly for output, signals, ends of workers and (with `hear`) other launchers; pass the output on."""
         outlets = [outlet for worker in self._workers for outlet in worker.outlets if not outlet.closed]
         with selectors.PollSelector() as selector:
             for source in (self._interrupts, *outlets, *(self._others.sockets() if self._others and hear else ())):
@@ -736,7 +736,7 @@ class Supervisor:
                 outlet.pump()
 
     def _drain(self) -> None:
-        """The rest of the output. A pipe stays open only where an unkillable process holds it."""
+        """Pass on the remaining output. A pipe stays open only if an unkillable process holds it."""
         deadline = time.monotonic() + _DRAIN
         outlets = [outlet for worker in self._workers for outlet in worker.outlets]
         while any(not outlet.closed for outlet in outlets) and time.monotonic() < deadline:
@@ -745,7 +745,7 @@ class Supervisor:
             outlet.close()
 
     def _tell_of_lonely_workers(self) -> None:
-        """Say once that some have ended well while others still run: those may wait for them in a collective for ever."""
+        """Report once that some workers ended well while others still run, which may wait for them in a collective."""
         running = self._running()
         if len(running) in (0, len(self._workers)) or self._first_end == -1:
             return
@@ -761,5 +761,5 @@ class Supervisor:
 
 
 def print_note(text: str) -> None:
-    """A line of the launcher's own, on standard error."""
+    """Print a line of the launcher itself on standard error."""
     print(f"axonml-jax launch: {text}", file=sys.stderr, flush=True)

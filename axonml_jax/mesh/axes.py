@@ -31,7 +31,7 @@ def as_axes(axes: AxisNames) -> tuple[str, ...]:
 
 
 def flat_axes(axes: Iterable[AxisNames]) -> tuple[str, ...]:
-    """The names of several axes, of which some are several.
+    """Flatten axis names and tuples of axis names into one tuple of names.
 
     >>> flat_axes(["data", ("fsdp", "context")])
     ('data', 'fsdp', 'context')

@@ -1,4 +1,6 @@
-"""What our own launcher tells its processes beside their places: their launch, memory that outlives them and its copies."""
+"""What the launcher passes to its processes besides their ranks: the launch, memory that outlives them, and who copies to
+whom.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -26,7 +28,7 @@ GENERATIONS = 2
 
 @dataclass(frozen=True)
 class Handed:
-    """The files of one process, each `GENERATIONS` descriptors.
+    """The file descriptors of a process's copies, `GENERATIONS` for each state that it holds.
 
     Attributes:
       own: for its own state.
@@ -38,11 +40,11 @@ class Handed:
 
     @property
     def all(self) -> tuple[int, ...]:
-        """Every descriptor."""
+        """All descriptors."""
         return (*self.own, *(each for files in self.others.values() for each in files))
 
     def text(self) -> str:
-        """As the variable says it.
+        """The descriptors as the environment variable has them.
 
         >>> Handed((5, 6), {3: (7, 8)}).text()
         'own=5,6 3=7,8'
@@ -62,14 +64,16 @@ class Handed:
 
 
 def handed(environ: Mapping[str, str] = os.environ) -> Handed | None:
-    """What this process was handed; None without a launcher that restarts it, and in a child that has the variable only."""
+    """The descriptors that this process was given; None without a restarting launcher, and in a child that only inherits the
+    variable.
+    """
     text = environ.get(MEMORY)
     found = Handed.parse(text) if text else None
     return found if found is not None and all(map(_is_handed, found.all)) else None
 
 
 def _is_handed(handle: int) -> bool:
-    """Whether an open file is such memory: under its number a child may have any other file."""
+    """Whether a descriptor is a memory file of ours: in a child process the number may be any other file."""
     try:
         return os.readlink(f"/proc/self/fd/{handle}").startswith(f"/memfd:{NAME}")
     except OSError:
@@ -82,7 +86,7 @@ def _is_handed(handle: int) -> bool:
 
 
 def keepers(sizes: Sequence[int]) -> tuple[int | None, ...]:
-    """By rank, the process that keeps a copy of its state; None on a single machine, which would lose both together.
+    """The rank that keeps a copy of each rank's state, on the next machine; None on a single machine, whose loss takes both.
 
     Args:
       sizes: processes of every machine, in the order of ranks.
@@ -101,7 +105,7 @@ def keepers(sizes: Sequence[int]) -> tuple[int | None, ...]:
 
 
 def kept_by(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """The processes whose copies one process keeps.
+    """The ranks whose copies one rank keeps.
 
     >>> kept_by(2, [2, 1]), kept_by(0, [2, 2])
     ((0, 1), (2,))
@@ -110,7 +114,7 @@ def kept_by(rank: int, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def to_send(sizes: Sequence[int], shards: Sequence[str]) -> tuple[int | None, ...]:
-    """By rank, the keeper that it sends its state to; None where a process of another machine has the same shards anyway.
+    """The rank to which each rank sends its state; None if a process on another machine has the same shards anyway.
 
     Args:
       sizes: processes of every machine.

@@ -1,4 +1,4 @@
-"""`ax.init`: a process joins its job, and JAX starts; who describes the job, and which of its devices are this process's."""
+"""`ax.init`: a process joins its job and JAX starts; who describes the job, and which devices belong to this process."""
 
 import os
 import socket
@@ -68,7 +68,7 @@ def init(
     local_device_ids: Sequence[int] | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> World:
-    """Join the launched job, or be a world of this process's devices when there is none.
+    """Join the launched job, or make a world of this process's devices if there is none.
 
     The job is described by the arguments or, where they are None, by Ray Train, by the launch variables of any launcher of
     `axonml_jax.mesh.launchers`, or on a cloud TPU by JAX; whoever is believed is `World.launcher`. A job that somebody else has
@@ -162,7 +162,7 @@ def describe_launch(
 
 
 def num_launched() -> int:
-    """How many processes were launched together with this one, itself included; nobody is waited for.
+    """The number of processes that were launched together, this one included; does not wait for the others.
 
     Raises:
       ValueError: see `launch_environment`.
@@ -176,7 +176,7 @@ def num_launched() -> int:
 
 
 def _launch(given: tuple[str | None, int | None, int | None], timeout: float) -> LaunchEnvironment | None:
-    """The job by arguments, by Ray, by variables, or by the metadata of a cloud TPU; None for whoever has joined already."""
+    """The job, from arguments, Ray, variables, or a cloud TPU's metadata; None if this process has joined one already."""
     if given == (None, None, None) and not alone_asked(os.environ):
         if jax.distributed.is_initialized():
             return None
@@ -191,7 +191,7 @@ def _launch(given: tuple[str | None, int | None, int | None], timeout: float) ->
 
 
 def _ray_launch(context: Any) -> LaunchEnvironment | None:
-    """The job of a Ray Train run: worker 0 tells the others where it listens. None of a single worker."""
+    """The job of a Ray Train run, where worker 0 tells the others its address; None for a single worker."""
     import ray.util  # pyright: ignore[reportMissingImports]
     from ray.train.collective import broadcast_from_rank_zero  # pyright: ignore[reportMissingImports]
 
@@ -244,7 +244,7 @@ def _join(launch, local_device_ids, timeout):
 
 
 def own_gpu(launch: LaunchEnvironment, environ: Mapping[str, str]) -> list[int] | None:
-    """The index of the GPU that is this process's alone; None where it takes all that it sees.
+    """The index of the GPU that belongs to this process alone; None if it uses all that it sees.
 
     Several processes of a host that see the same GPUs take one each, by local rank. What an engine gave a process it keeps:
     one GPU, or several.
@@ -276,7 +276,7 @@ def _prepare_cpu_devices():
 
 
 def _adopted(launch: LaunchEnvironment | None, num_processes: int | None, timeout: float) -> LaunchEnvironment | None:
-    """The job that this process is in, whoever has joined it, once all its processes know each other's hosts."""
+    """The job that this process is in, however it was joined, once all its processes know each other's hosts."""
     if not jax.distributed.is_initialized():
         return launch
     process, count = joined_as()
@@ -306,7 +306,7 @@ def _adopted(launch: LaunchEnvironment | None, num_processes: int | None, timeou
 
 
 def _local_rank(launch):
-    """Which process of its host this is, as the launcher says, or else by the host names that all have left."""
+    """The index of this process on its host: the launcher's, or by the host names that all processes published."""
     if launch is None or launch.num_processes == 1:
         return 0
     if launch.local_rank is not None:

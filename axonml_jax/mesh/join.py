@@ -1,4 +1,4 @@
-"""How the processes of a job meet and part: the coordinator, the roll call, calls that only this job's processes can make."""
+"""How the processes of a job meet and part: coordinator, roll call, authenticated messages, orderly exit."""
 
 import atexit
 import base64
@@ -48,7 +48,7 @@ _TOKEN_BYTES = 2**12
 
 
 def job_token(environ: Mapping[str, str] = os.environ) -> bytes:
-    """The job's token; empty where there is none.
+    """The job's secret token; empty if there is none.
 
     Raises:
       ValueError: for a file that cannot be read, is empty, or that others may read or write, or for both variables at once.
@@ -71,7 +71,7 @@ def job_token(environ: Mapping[str, str] = os.environ) -> bytes:
 
 
 class Talk:
-    """One end of a conversation over one connection.
+    """One end of an authenticated conversation over a connection.
 
     Both sides begin with a greeting: a random number. Every line after that carries an HMAC of its message, of the side that
     says it and of how many lines that side has said, under a key made of the token, the subject and both numbers. So a line
@@ -91,11 +91,11 @@ class Talk:
 
     @property
     def greeting(self) -> bytes:
-        """The first line of this side."""
+        """The first line that this side sends."""
         return b"axonml-jax " + self._number + b"\n"
 
     def greeted(self, line: bytes) -> bool:
-        """Take the other side's greeting; False when it is none."""
+        """Process the other side's greeting; False if it is not one."""
         found = _GREETING.fullmatch(line)
         if found is None or found[1] == self._number:  # our own, sent back
             return False
@@ -104,7 +104,7 @@ class Talk:
         return True
 
     def sealed(self, message: dict) -> bytes:
-        """The next line of this side.
+        """The next line that this side sends, with its seal.
 
         >>> one, other = Talk(b"secret", "weather", calls=True), Talk(b"secret", "weather", calls=False)
         >>> one.greeted(other.greeting), other.greeted(one.greeting)
@@ -118,7 +118,7 @@ class Talk:
         return self._seal(self._calls, self._said, body) + b" " + body + b"\n"
 
     def opened(self, line: bytes) -> dict | None:
-        """The message of the other side's next line; None when it has another seal, or is no JSON object."""
+        """The message in the other side's next line; None if its seal is wrong, or it is not a JSON object."""
         seal, _, body = line.removesuffix(b"\n").partition(b" ")
         self._heard += 1
         if not self._key or not hmac.compare_digest(seal, self._seal(not self._calls, self._heard, body)):
@@ -134,7 +134,7 @@ class Talk:
 
 
 def greet(connection: socket.socket, token: bytes, subject: str) -> Talk:
-    """Exchange greetings with whoever listens at the other end; not a byte after the other's greeting is read.
+    """Exchange greetings with the listener at the other end, reading not a byte beyond its greeting.
 
     Args:
       connection: connected, with a timeout.
@@ -153,7 +153,7 @@ def greet(connection: socket.socket, token: bytes, subject: str) -> Talk:
 
 
 def is_count(value: object, low: int = 0, high: int = 2**31) -> bool:
-    """Whether a received value is a whole number in a range; true and false are none."""
+    """Whether a received value is an int (not a bool) in a range."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value < high
 
 
@@ -162,7 +162,7 @@ def _hmac(key: bytes, message: bytes) -> hmac.HMAC:
 
 
 def _own_file(path: Path) -> bytes:
-    """What a file says that its owner alone may read; one of root's its group may too, which is PostgreSQL's rule for keys."""
+    """Read a file that only its owner may read (root's also its group, as PostgreSQL's rule for keys has it)."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait for a writer
     with open(handle, "rb") as file:
         about = os.fstat(handle)
@@ -197,7 +197,7 @@ def use_route_to(host: str, port: int) -> None:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address on the route to a host; nothing is sent.
+    """This machine's address on the route to a host; sends nothing.
 
     Raises:
       OSError: when the host does not resolve or there is no route.
@@ -226,7 +226,7 @@ _installed = threading.Event()
 
 
 def leave_on_error() -> None:
-    """From now on an uncaught exception, or a SystemExit of an error, ends this process as soon as its traceback is printed."""
+    """From now on, end the process right after the traceback of an uncaught exception, or on a failing SystemExit."""
     if _installed.is_set():
         return
     _installed.set()
@@ -241,7 +241,7 @@ def leave_on_error() -> None:
 
 
 def _leave_with(code: Any) -> None:
-    """Leave at once with the status of an error; those of an `axonml-jax train` that a signal has stopped are orderly ends."""
+    """Exit at once with an error's status; an `axonml-jax train` that a signal has stopped ends in order."""
     if code in (None, 0, _INTERRUPTED, _TERMINATED):
         return
     if not isinstance(code, int):
@@ -250,7 +250,7 @@ def _leave_with(code: Any) -> None:
 
 
 def leave_now(status: int) -> NoReturn:
-    """End this process without waiting for the others; what it has printed is not lost."""
+    """End this process without waiting for the others, after flushing its output."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -260,13 +260,13 @@ def leave_now(status: int) -> NoReturn:
 
 
 def in_a_job() -> bool:
-    """Whether this process is one of a job's; asking does not import JAX."""
+    """Whether this process has joined a job; does not import JAX."""
     jax = sys.modules.get("jax")
     return jax is not None and jax.distributed.is_initialized()
 
 
 def say_goodbye(client, process_id: int, num_processes: int) -> None:
-    """At the end of this program wait for the others', and say so when it takes long: they may wait for this one.
+    """At exit, wait for the other processes, and report it when that takes long: they may be waiting for this one.
 
     Args:
       client: the connection to JAX's coordinator.
@@ -314,7 +314,7 @@ _meetings: Counter[tuple] = Counter()
 
 
 def unlike(said: Mapping[str, str], devices: Iterable[Any], what: str, lines: Sequence[str] = ()) -> list[str]:
-    """What differs between what the processes of some devices say, in words, the same in all; each must call it as often.
+    """Describe what differs between the values of the devices' processes, the same in all; each must call it equally often.
 
     Args:
       said: by this process, the most telling first.
@@ -347,7 +347,7 @@ def differences(
     me: int,
     what: str = "first step",
 ) -> list[str]:
-    """What differs between processes, in words, the same in all.
+    """Describe what differs between processes, the same in all.
 
     Only a digest travels where nothing does; of processes that say the same one speaks for all.
 
@@ -381,7 +381,7 @@ def differences(
 
 
 def first_difference(said: Mapping[int, Mapping[str, Any]]) -> str | None:
-    """The first thing that is not the same in all, with the processes on each side; None when all agree.
+    """The first difference, with the processes on each side; None when all agree.
 
     >>> first_difference({0: {"seed": 1}, 1: {"seed": 2}, 2: {"seed": 1}})
     'seed is 1 in process(es) [0, 2], 2 in process(es) [1]'
@@ -401,7 +401,7 @@ def _all_differences(said: Mapping[int, Mapping[str, Any]]):
 def exchange(
     folder: str, what: str, said: str | None, processes: Sequence[int], me: int, timeout: float
 ) -> dict[int, str]:
-    """What those processes say that say something, by process, once all have come.
+    """The texts of the processes that sent one, by process, once all have arrived.
 
     Raises:
       TimeoutError: naming the processes that did not come.
@@ -430,7 +430,7 @@ def _heard(client: Any, folder: str) -> dict[int, str]:
 
 
 def digest_of(text: str) -> str:
-    """Few letters that tell a text from any other."""
+    """A short hash of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -459,7 +459,7 @@ _logger = logging.getLogger("axonml_jax")
 
 @dataclass
 class _Visit:
-    """A caller that has not said its line yet."""
+    """A caller that has not sent its line yet."""
 
     talk: Talk
     part: bytes = b""
@@ -487,11 +487,11 @@ class Callers:
         self._ignored = 0
 
     def sources(self) -> list[socket.socket]:
-        """What to select on."""
+        """The sockets to select on."""
         return [self._server, *self._visits]
 
     def pump(self) -> list[tuple[socket.socket, Talk, dict]]:
-        """Who has said its line since the last call, how to go on talking to it, and what it said; the caller hangs up."""
+        """Yield each caller whose line has arrived since the last call, its `Talk` and its message; the receiver hangs up."""
         self._accept()
         heard = []
         for caller in readable(self._visits, 0):
@@ -516,7 +516,7 @@ class Callers:
         return heard
 
     def close(self) -> None:
-        """Hang up on everybody who was not heard."""
+        """Hang up on every caller that was not heard."""
         for caller in self._visits:
             caller.close()
         self._visits.clear()
@@ -556,7 +556,7 @@ class Callers:
 
 
 def readable(sources: Iterable[Any], timeout: float) -> list[Any]:
-    """Those of some sockets that have something to read, once one has; of a thousand machines too, unlike `select.select`."""
+    """Wait until sockets have something to read, and return these; works for thousands, unlike `select.select`."""
     with selectors.PollSelector() as selector:  # opens no file, which must work when no more can be opened
         for source in sources:
             selector.register(source, selectors.EVENT_READ)
@@ -564,13 +564,13 @@ def readable(sources: Iterable[Any], timeout: float) -> list[Any]:
 
 
 def _room() -> int:
-    """How many callers may be on the line at once: a quarter of the files that this process may open at most."""
+    """The maximal number of simultaneous callers: a quarter of the files that this process may open."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST_CALLERS if limit == resource.RLIM_INFINITY else max(1, min(_MOST_CALLERS, limit // 4))
 
 
 def _line(visit: _Visit) -> bytes | None:
-    """The caller's line after its greeting, or in the place of it, when it is there."""
+    """A caller's line after its greeting, or instead of it, once it is complete."""
     while b"\n" in visit.part:
         line, _, visit.part = visit.part.partition(b"\n")
         if visit.greeted or not visit.talk.greeted(line):
@@ -603,7 +603,7 @@ _ELSEWHERE = ("192.0.2.1", 9)  # RFC 5737: nobody's address; connecting a UDP so
 
 
 def bind_address(coordinator: str, one_host: bool = False) -> tuple[str, int]:
-    """The address and port that process 0 listens on.
+    """The address and port on which process 0 listens.
 
     Args:
       coordinator: `host:port` as every process knows it.
@@ -645,13 +645,13 @@ def reached_at(coordinator: str, one_host: bool = False) -> str:
 
 
 def _as_others_reach(host: str, address: str, one_host: bool) -> str:
-    """A machine's address to the others, where its name means one that only it can reach: Debian says 127.0.1.1."""
+    """A machine's address for the others, where its name resolves to loopback: Debian gives 127.0.1.1."""
     by_name = host not in _LOOPBACK_NAMES and address != host
     return (outward_address() or address) if by_name and not one_host and _is_loopback(address) else address
 
 
 def split_address(text: str, what: str) -> tuple[str, int]:
-    """The host and the port of an address.
+    """Split an address into host and port.
 
     Args:
       text: `host:port`; an IPv6 host stands in brackets.
@@ -674,7 +674,7 @@ def split_address(text: str, what: str) -> tuple[str, int]:
 
 
 def check_host(host: str, rule: str) -> None:
-    """Refuse what no machine can be called, before Python's resolver fails with an error about an encoding.
+    """Refuse impossible host names, before Python's resolver fails with an error about an encoding.
 
     Raises:
       ValueError: beginning with `rule`.
@@ -688,7 +688,7 @@ def check_host(host: str, rule: str) -> None:
 
 
 def unresolved(host: str) -> str:
-    """Why a machine's name leads to no address here, in words; empty where it does."""
+    """Why a host name does not resolve here; empty if it does."""
     try:
         socket.getaddrinfo(host, None)
     except socket.gaierror as error:
@@ -705,7 +705,7 @@ def outward_address() -> str | None:
 
 
 def listen(address: str, port: int, backlog: int) -> socket.socket:
-    """A socket that listens on one address.
+    """Open a socket that listens on one address.
 
     Raises:
       OSError: saying what to do, when the port is taken or the address is not this machine's.
@@ -722,7 +722,7 @@ def listen(address: str, port: int, backlog: int) -> socket.socket:
 
 
 def host_port(address: str, port: int) -> str:
-    """Address and port in one, as URLs have it.
+    """Join address and port, as in URLs.
 
     >>> host_port("::1", 80), host_port("10.0.0.1", 80)
     ('[::1]:80', '10.0.0.1:80')
@@ -748,7 +748,7 @@ _SHOWN = 8
 
 
 def roll_call(coordinator: str, num_processes: int, process_id: int, timeout: float, named: str | None = None) -> None:
-    """Return once every process of the job has called. Process 0 listens at the coordinator's address, then frees it.
+    """Return once every process of the job has called process 0, which listens at the coordinator's address and then frees it.
 
     Args:
       coordinator: `host:port` of process 0.
@@ -778,7 +778,7 @@ def roll_call(coordinator: str, num_processes: int, process_id: int, timeout: fl
 
 
 def _collect(host, port, num_processes, timeout, token):
-    """Process 0: hear everyone, decide, tell everyone."""
+    """In process 0: hear from every process, decide, and tell them."""
     deadline = time.monotonic() + timeout
     present, heard, fault = {0}, [], ""
     with (
@@ -799,7 +799,7 @@ def _collect(host, port, num_processes, timeout, token):
 
 
 def missing(present: Collection[int], count: int) -> str:
-    """Those of so many who are not there, the first of them by number: a mistyped count must not fill the memory.
+    """The numbers below `count` that are absent, only the first few listed, so that a mistyped count does not fill the memory.
 
     >>> missing({0, 2}, 4), missing({0, 2}, 1_000_000_000)
     ('[1, 3]', '[1, 3, 4, 5, 6, 7, 8, 9] and 999999990 more')
@@ -822,7 +822,7 @@ def _fault(process, count, present, num_processes):
 
 
 def _answer(host, port, num_processes, process_id, timeout, token):
-    """Another process: find process 0, say who we are, hear what it decided."""
+    """In another process: find process 0, report to it, and hear its decision."""
     deadline = time.monotonic() + timeout
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Who launched this process: a table of launchers, each with the variables that it sets and what they mean.
+"""Detects the launcher of this process: a table of launchers, with the variables that each sets and what they mean.
 
 It is read without touching JAX. Who is in no table, or says too little, is an error that names the variables: a process never
 trains alone by mistake.
@@ -34,7 +34,7 @@ Said = str | Callable[[Variables], int | None]
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """One process's place in a launched job.
+    """The place of one process in a launched job.
 
     Attributes:
       launcher: who says so: a name of `LAUNCHERS`, or another of those that `World.launcher` has.
@@ -60,7 +60,7 @@ class LaunchEnvironment:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a launcher says that process 0 listens.
+    """How to find the address of process 0 in a launcher's variables.
 
     Attributes:
       host: the variable with a host, with `host:port`, or with a list of hosts.
@@ -75,7 +75,7 @@ class Address:
     default: int | None = None
 
     def __call__(self, environ: Variables) -> str | None:
-        """`host:port`; None where the variables do not say it."""
+        """The address as `host:port`; None if the variables do not give it."""
         if not environ.get(self.host):
             return None
         host = self.first(environ[self.host])
@@ -88,7 +88,7 @@ class Address:
 
 
 def lines(text: str) -> list[str]:
-    """The entries of a list with an entry a line.
+    """The entries of a list with one entry per line.
 
     >>> lines("10.0.0.1\\n10.0.0.2\\n")
     ['10.0.0.1', '10.0.0.2']
@@ -97,7 +97,7 @@ def lines(text: str) -> list[str]:
 
 
 def commas(text: str) -> list[str]:
-    """The entries of a list with commas between them.
+    """The entries of a comma-separated list.
 
     >>> commas("a.b, c.d,")
     ['a.b', 'c.d']
@@ -117,7 +117,7 @@ def first_host(nodelist: str) -> str:
 
 
 def tasks_on_node(tasks_per_node: str, node: str) -> int | None:
-    """A Slurm step's tasks on one of its nodes, as its variables say; None where they do not.
+    """The number of a Slurm step's tasks on one of its nodes, from variables; None if they do not tell.
 
     >>> tasks_on_node("4(x2),3", "1"), tasks_on_node("4(x2),3", "2"), tasks_on_node("", "0")
     (4, 3, None)
@@ -163,7 +163,7 @@ def _rank_of_xpk(environ: Variables) -> int:
 
 
 def _hosts_of_tpu(environ: Variables) -> list[str]:
-    """The machines of a slice, in the order of their processes."""
+    """The hosts of a TPU slice, in the order of their processes."""
     if path := environ.get("TPU_PROCESS_ADDRESSES_PATH"):
         try:
             return commas(Path(path).read_text("utf-8"))
@@ -219,7 +219,7 @@ def _is_number(text: str) -> bool:
 
 
 def _index(environ: Variables, name: str, of: str, count: int) -> int:
-    """A number that says which of a count; what is not below it would be another process's place."""
+    """Read an index from a variable and check that it is below a count."""
     if (number := _number(environ, name, 0)) >= count:
         raise ValueError(f"{name}={number} is impossible: {of} are {count}, and it counts from 0")
     return number
@@ -244,7 +244,7 @@ MAXTEXT = Address("JAX_COORDINATOR_IP", "JAX_COORDINATOR_PORT", default=1234)
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """What one launcher's variables mean.
+    """The variables of one launcher and what they mean.
 
     Attributes:
       name: as `World.launcher` says it.
@@ -274,17 +274,17 @@ class Launcher:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The variables that count."""
+        """The variables that are read."""
         said = (self.size, self.rank, *self.needs, self.local_rank, self.local_size)
         return tuple(dict.fromkeys(each for each in said if isinstance(each, str)))
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        """Those of them that are numbers."""
+        """The variables that hold numbers."""
         return tuple(name for name in self.names if name not in _TEXTS)
 
     def speaks(self, environ: Variables) -> bool:
-        """Whether its variables are there."""
+        """Whether this launcher's variables are set."""
         told = any(all(name in environ for name in each) for each in self.marks)
         return told and not any(name in environ for name in self.unless)
 
@@ -403,7 +403,7 @@ _HINTS = {"PET_NNODES": "`axonml-jax launch` reads the PET_ variables: start the
 
 
 def signs(environ: Variables) -> list[str]:
-    """What says that there are several processes in variables of which `LAUNCHERS` knows too little, each with its value.
+    """Variables, with values, that tell of several processes but not enough for any of `LAUNCHERS`.
 
     >>> signs({"PET_NNODES": "2", "NNODES": "1", "VC_WORKER_NUM": "3"})
     ['PET_NNODES=2', 'VC_WORKER_NUM=3']
@@ -418,7 +418,7 @@ def signs(environ: Variables) -> list[str]:
 
 
 def _hosts_of_tensorflow(text: str) -> int:
-    """The processes of a job as TensorFlow's variables list them; 0 where they say something else."""
+    """The number of processes in TensorFlow's cluster variables; 0 if they hold something else."""
     try:
         return sum(len(hosts) for hosts in json.loads(text)["cluster"].values())
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -426,7 +426,7 @@ def _hosts_of_tensorflow(text: str) -> int:
 
 
 def reserved(environ: Variables) -> str:
-    """What a reservation holds that this process does not use, in words; empty where it does, or where there is none."""
+    """Describe reserved Slurm tasks that this process does not use; empty if it uses them or has none."""
     tasks, used = environ.get("SLURM_NTASKS", ""), environ.keys() & {"SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"}
     if used or not _is_number(tasks) or int(tasks) < 2 or alone_asked(environ):
         return ""
@@ -437,7 +437,7 @@ def reserved(environ: Variables) -> str:
 
 
 def ray_context() -> Any:
-    """The place of this process among a Ray Train run's workers; None in any other process. Ray is not imported for it."""
+    """The Ray Train context of this process, if it is such a worker; else None. Does not import Ray."""
     ray = sys.modules.get("ray")
     if ray is None or "ray.train" not in sys.modules or not ray.is_initialized():
         return None
@@ -449,7 +449,7 @@ def ray_context() -> Any:
 
 
 def alone_asked(environ: Variables) -> bool:
-    """Whether `AXONML_JAX_ALONE` says that this process is no part of a job.
+    """Whether `AXONML_JAX_ALONE` asks this process to run alone.
 
     Raises:
       ValueError: where it says neither yes nor no.
@@ -468,12 +468,12 @@ _placed = threading.Event()
 
 
 def mark_placed() -> None:
-    """Remember that `ax.init` has found this process's place, in a job or alone, or that it simulates a world of its own."""
+    """Record that this process knows its place: `ax.init` was called, or it simulates a world of its own."""
     _placed.set()
 
 
 def refuse_unjoined() -> None:
-    """Refuse to go on in one of several launched processes that has not joined the others, nor simulates a world.
+    """Refuse to continue in one of several launched processes that has not joined the others nor simulates a world.
 
     Raises:
       RuntimeError: saying which process this is, who has started it, and how it joins.
@@ -536,7 +536,7 @@ def launch_environment(
 def _read(
     launcher: Launcher, environ: Variables, coordinator: str | None, num_processes: int | None
 ) -> LaunchEnvironment | None:
-    """What a launcher says; None where it says of one process what need not be true of those that others have started."""
+    """The job as a launcher's variables describe it; None for a job of one process, unless the launcher is `innermost`."""
     wrong = [f"{name}={environ[name]!r}" for name in launcher.numbers if not _is_number(environ.get(name, "0"))]
     if wrong:
         raise ValueError(f"{launcher.name}: {', '.join(wrong)}: must be non-negative integers")
@@ -560,7 +560,7 @@ def _read(
 
 
 def _require_first(launcher: Launcher, environ: Variables) -> None:
-    """Refuse a second process of one. An array job's index, which says nothing of a job beside WORLD_SIZE=1, may be any."""
+    """Refuse a rank above 0 of a single process; the index of a Kubernetes array job may be any."""
     if launcher.name != "kubernetes" and (rank := _value(launcher.rank, environ)):
         raise ValueError(
             f"{launcher.name}: process {rank} of 1 is impossible ({_listed(environ, launcher.names)}); set {ALONE}=1 to run "
@@ -569,7 +569,7 @@ def _require_first(launcher: Launcher, environ: Variables) -> None:
 
 
 def _value(said: Said | None, environ: Variables) -> int | None:
-    """A number that variables say; None where they do not."""
+    """A number from variables; None if they do not give it."""
     try:
         return None if said is None else said(environ) if callable(said) else int(environ[said])
     except KeyError:
@@ -591,7 +591,7 @@ def _remedy(environ: Variables, names: Sequence[str] = ("RANK", "WORLD_SIZE", "M
 
 
 def _check_ranges(launcher: Launcher, launch: LaunchEnvironment, environ: Variables) -> None:
-    """Refuse what cannot be of a job, or contradicts what another launcher says of it."""
+    """Refuse impossible ranks, and contradictions with other launchers' variables."""
     wrong = []
     if launch.process_id >= launch.num_processes:
         wrong.append(f"process {launch.process_id} of {launch.num_processes}")

@@ -1,4 +1,4 @@
-"""How the ranks of one group run a program together: threads of one process, or real processes."""
+"""Engines that run a program for all ranks of a group together: threads of one process, or real processes."""
 
 import abc
 import copy
@@ -25,12 +25,12 @@ _STACKED = PartitionSpec("data")
 
 
 def place(value: Any, device: Any) -> Any:
-    """Every leaf of one rank's value on its device with a leading dim of 1: its row of the stacked array."""
+    """Put one rank's value on its device, with a leading dim of 1: its row of the stacked array."""
     return jax.tree.map(lambda leaf: jax.device_put(leaf, device)[None], value)
 
 
 def stack(rows: Sequence[Any], mesh: Mesh, num_rows: int) -> Any:
-    """The rows that this process holds as global arrays [num_rows, ...] over the mesh (nothing is copied)."""
+    """Combine this process's rows into global arrays [num_rows, ...] over the mesh, without copying."""
     sharding = NamedSharding(mesh, _STACKED)
 
     def assemble(*leaves):
@@ -50,7 +50,7 @@ def row(stacked: Any, device: Any) -> Any:
 
 
 def compiled(program: Program, mesh: Mesh) -> Callable[[Any], Any]:
-    """The program over stacked arrays, compiled once for equal programs on equal meshes.
+    """Compile a program over stacked arrays; equal programs on equal meshes are compiled once.
 
     Programs are equal when they are the same function, or `functools.partial`s (nested too) of the same function with
     equal arguments. A closure made for each call compiles at each call.
@@ -73,11 +73,11 @@ def _compile(program, mesh):
 
 
 class _Partial(tuple):
-    """A `functools.partial` as (function, arguments, keywords), so that equal ones are found equal."""
+    """A hashable form of a `functools.partial`, so that equal ones are found equal."""
 
 
 class _Argument(tuple):
-    """An argument as (type, value): 1, 1.0 and True are equal but compute different things."""
+    """A hashable form of an argument as (type, value): 1, 1.0 and True are equal but compute different things."""
 
 
 def _key(program):
@@ -115,11 +115,11 @@ def _hashable(key):
 
 
 class PeerError(RuntimeError):
-    """Another rank of the group has stopped, so this rank's group call can never complete."""
+    """Raised when another rank of the group has stopped, so that this rank's group call can never complete."""
 
 
 class Rendezvous:
-    """One group's meeting place: a condition and a generation counter.
+    """The meeting point of one group: a condition and a generation counter.
 
     Args:
       ranks: global ranks of the members.
@@ -136,7 +136,7 @@ class Rendezvous:
         self._broken: Exception | None = None
 
     def meet(self, rank: int, offer: Any, act: Callable[[dict[int, Any]], dict[int, Any]], name: str) -> Any:
-        """Wait until every member has come; the last one runs `act(offers)`, each takes its own part of the result.
+        """Wait for every member; the last one runs `act(offers)`, and each returns its own part of the result.
 
         Args:
           rank: the caller's global rank.
@@ -160,7 +160,7 @@ class Rendezvous:
             return self._take(generation, rank)
 
     def wake(self) -> None:
-        """Let the waiting members look at the board again."""
+        """Make waiting members check the board again."""
         with self._condition:
             self._condition.notify_all()
 
@@ -223,7 +223,7 @@ class _Outcome:
 
 
 class Board:
-    """What the ranks of one threaded world share: a rendezvous per group, and who has stopped and why.
+    """The shared state of one threaded world: a rendezvous per group, and which ranks have stopped and why.
 
     Args:
       timeout: seconds a rank waits for the others at a group call.
@@ -236,12 +236,12 @@ class Board:
         self._rendezvous: dict[tuple[int, ...], Rendezvous] = {}
 
     def rendezvous(self, ranks: tuple[int, ...]) -> Rendezvous:
-        """The meeting place of these ranks: the same for every group that has them in this order."""
+        """The meeting point of these ranks, shared by all groups with the same ranks in the same order."""
         with self._lock:
             return self._rendezvous.setdefault(ranks, Rendezvous(ranks, self))
 
     def stop(self, rank: int, reason: str) -> None:
-        """Record that a rank makes no further calls; members waiting for it get an error at once.
+        """Record that a rank makes no further calls; members that wait for it get an error at once.
 
         Args:
           rank: its global rank.
@@ -260,7 +260,7 @@ class Board:
 
 
 class Engine(abc.ABC):
-    """Runs one program for all members of a group. Every member calls; each gives and gets its own row.
+    """Protocol: runs one program for all members of a group; each member calls with its own row and gets its own result.
 
     Args:
       ranks: global ranks of the members, in the order of the sub-mesh.
@@ -285,7 +285,7 @@ class Engine(abc.ABC):
 
 
 class ThreadEngine(Engine):
-    """Ranks are threads: the last to arrive runs the program for all."""
+    """Engine for ranks that are threads: the last one to arrive runs the program for all."""
 
     def __init__(self, ranks: tuple[int, ...], sub_mesh: Mesh, rank: int, board: Board):
         super().__init__(ranks, sub_mesh)
@@ -315,7 +315,7 @@ class ThreadEngine(Engine):
 
 
 class LoneEngine(Engine):
-    """The group is one rank of this process: nothing to wait for."""
+    """Engine for a group of one rank of this process, which waits for nothing."""
 
     def run(self, program: Program, value: Any, name: str) -> Any:
         """See `Engine.run`."""
@@ -327,7 +327,7 @@ class LoneEngine(Engine):
 
 
 def describe(name: str, rows: Any) -> str:
-    """The call as text: its name and every leaf's path, dtype and shape (leading dims of 1 cut off).
+    """Describe a call as text: its name, and every leaf's path, dtype and shape (leading dims of 1 cut off).
 
     >>> import numpy as np
     >>> describe("all_reduce", {"w": np.zeros((1, 3), np.float32)})
@@ -342,7 +342,7 @@ def describe(name: str, rows: Any) -> str:
 
 
 def check_agreement(calls: dict[int, str]) -> None:
-    """Every rank must make the same call.
+    """Refuse calls that differ between ranks.
 
     Raises:
       ValueError: with what each rank called, when they differ.
@@ -364,7 +364,7 @@ def check_agreement(calls: dict[int, str]) -> None:
 
 
 class ProcessEngine(Engine):
-    """One member in this process, the others elsewhere; only members call.
+    """Engine for a group with one member in this process and the others elsewhere; only members call.
 
     Before the program starts, its members meet at JAX's coordinator: a missing rank is named at the timeout and a
     disagreement is an error everywhere, where the transport alone (gloo, NCCL) would hang, abort, or cut lengths. The

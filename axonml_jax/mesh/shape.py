@@ -46,7 +46,7 @@ def order_devices(sizes: tuple[int, ...], devices: Sequence[Any] | None = None) 
 
 
 def split_over_slices(sizes: tuple[int, ...], num_slices: int) -> tuple[int, ...]:
-    """How many slices each axis spans, outermost axes first.
+    """The number of slices that each axis spans, outermost axes first.
 
     Raises:
       ValueError: when the degrees have no room for the slices.
@@ -72,7 +72,7 @@ def split_over_slices(sizes: tuple[int, ...], num_slices: int) -> tuple[int, ...
 
 
 class _Unnamed(int):
-    """The degree of an axis that the caller did not name: 1, and no axis of the mesh."""
+    """The degree of an axis that the caller did not name: 1, and the mesh does not have the axis."""
 
 
 _UNNAMED = _Unnamed(1)
@@ -122,7 +122,7 @@ class MeshShape:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The degrees that were named, in canonical order: an axis left out is no axis of the mesh."""
+        """The named degrees, in canonical order; the mesh lacks the axes that were left out."""
         return {axis: getattr(self, axis) for axis in AXES if not isinstance(getattr(self, axis), _Unnamed)}
 
     @property
@@ -162,7 +162,7 @@ class MeshShape:
 
 
 def make_mesh(*, devices: Sequence | None = None, **degrees: int) -> Mesh:
-    """A mesh with the named axes in canonical order (`data` always among them), all of type Auto.
+    """Make a mesh with the named axes in canonical order (`data` always among them), all of type Auto.
 
     Args:
       devices: JAX devices, taken in the order given. None: all devices, in the order that suits the machine's network.
@@ -196,7 +196,7 @@ def make_mesh(*, devices: Sequence | None = None, **degrees: int) -> Mesh:
 
 
 def check_axis_names(degrees: Mapping[str, int]) -> dict[str, int]:
-    """The same degrees under the library's names (`dp` is `data`, as for `as_mesh`).
+    """Translate the names of degrees to the library's (`dp` is `data`, as for `as_mesh`).
 
     Raises:
       ValueError: naming every unknown axis and the nearest known name, or two names of one axis.
@@ -210,7 +210,7 @@ def check_axis_names(degrees: Mapping[str, int]) -> dict[str, int]:
 
 
 def axis_hint(name: str) -> str:
-    """An unknown axis with what was most likely meant, or why there is no such axis."""
+    """An unknown axis, with a suggestion of what was meant, or why there is no such axis."""
     if why := NO_AXIS.get(name.lower()):
         return f"{name!r} ({why})"
     near = nearest(name, AXES, AXIS_SYNONYMS, cutoff=0.4)

@@ -1,4 +1,4 @@
-"""Simulated CPU devices: asked for before JAX starts, with the threads and the memory that they take."""
+"""Simulated CPU devices: requested before JAX starts, with the threads and the memory that they need."""
 
 import ctypes
 import functools
@@ -45,7 +45,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def keep_memory() -> bool:
-    """Let malloc keep what is freed. Call it before JAX starts its devices, whose threads else get heaps of their own.
+    """Make malloc keep freed memory. Call it before JAX starts its devices, whose threads would get heaps of their own.
 
     Does nothing where the C library is not glibc, where `AXONML_JAX_KEEP_MEMORY=0`, or where malloc has been set by the user
     (`MALLOC_*` variables, `GLIBC_TUNABLES`).
@@ -64,7 +64,7 @@ def keep_memory() -> bool:
 
 
 def bound_kept_memory(most: int | None = None) -> bool:
-    """Give kept memory back where free memory of the heap is above a bound; looked at once in ten seconds.
+    """Return kept memory to the system if the heap's free part exceeds a bound; checks at most once in ten seconds.
 
     Args:
       most: bytes; None: a quarter of the machine's memory, or of the container's.
@@ -94,7 +94,7 @@ def machine_memory() -> int:
 
 @functools.cache
 def _glibc() -> ctypes.CDLL | None:
-    """The C library where it is glibc 2.33 or newer, whose `mallinfo2` counts beyond 2 GiB."""
+    """The C library if it is glibc 2.33 or newer, whose `mallinfo2` counts beyond 2 GiB; else None."""
     try:
         libc = ctypes.CDLL(None)
         libc["gnu_get_libc_version"]  # raises where it is another
@@ -110,7 +110,7 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 def pool_threads(devices: int, processes: int = 1) -> dict[str, str]:
-    """The variable to set, if any (docs/adr/0003).
+    """The environment variable that sets XLA's number of threads, if one must be set (docs/adr/0003).
 
     XLA has a thread per core. Processes that share a machine get their part of the cores each, as torchrun sets
     OMP_NUM_THREADS; whoever set NPROC keeps it. But before jax 0.12 collectives wait in these threads, and with fewer than
@@ -129,7 +129,7 @@ def pool_threads(devices: int, processes: int = 1) -> dict[str, str]:
 
 
 def _cores() -> int:
-    """Those that this process may run on, as XLA counts them."""
+    """The number of cores that this process may run on, as XLA counts them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -209,7 +209,7 @@ def bound_run_ahead(tree: T) -> T:
 
 
 def requested_devices() -> int:
-    """The number of CPU devices JAX will start with, as its options or XLA_FLAGS say now."""
+    """The number of CPU devices that JAX will start with, by its options or XLA_FLAGS."""
     requested = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
     forced = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     return requested if requested >= 0 else int(forced[-1]) if forced else 1

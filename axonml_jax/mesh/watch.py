@@ -1,4 +1,4 @@
-"""Watching a job from inside: step times, which rank is missing or slow, where each one stands."""
+"""Watches a job from inside: step times, missing or slow ranks, and what each one is doing."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ from axonml_jax.mesh.join import leave_now
 
 
 def where_is(thread: int) -> str:
-    """Where in the program a thread stands, outside of libraries if possible.
+    """The innermost place in the program where a thread is, outside of libraries if possible.
 
     >>> import threading
     >>> where_is(threading.get_ident()).startswith("in ")
@@ -51,12 +51,12 @@ def stack_of(thread: int) -> list[str]:
 
 
 def compiles(thread: int) -> bool:
-    """Whether a thread traces a program or waits for its compiler."""
+    """Whether a thread is tracing a program or waiting for its compiler."""
     return is_compiling(entry.filename for entry in _calls(thread))
 
 
 def _calls(thread: int) -> list[traceback.FrameSummary]:
-    """The calls that a thread is in, the innermost last; their lines are not read from disk."""
+    """The stack of a thread, the innermost call last; source lines are not read from disk."""
     frame = sys._current_frames().get(thread)
     calls = (
         [] if frame is None else list(traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False))
@@ -79,7 +79,7 @@ _LEAST = 0.25
 
 @dataclass(frozen=True)
 class Pace:
-    """What a rank's newest steps took, in seconds a step.
+    """The mean time per step of a rank's newest steps, and its parts.
 
     Attributes:
       step: the newest of them.
@@ -101,13 +101,13 @@ class Pace:
 
     @property
     def own(self) -> float:
-        """Seconds a step that were not spent on waiting for others."""
+        """Seconds per step that were not spent waiting for other ranks."""
         return self.late + self.stopped + self.work
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that holds up the others.
+    """A rank that slows the others down.
 
     Attributes:
       rank: which.
@@ -121,7 +121,7 @@ class Straggler:
 
 
 def stragglers(paces: Mapping[int, Pace]) -> list[Straggler]:
-    """The ranks that are slower than the median of the others by a quarter of a step, and of that median, the slowest first.
+    """Ranks slower than the others' median by a quarter of a step and of that median, the slowest first.
 
     >>> slow = Pace(step=40, steps=20, wall=1.0, late=0.75, data=0.75, work=0.1)
     >>> quick = Pace(step=40, steps=20, wall=1.0, late=0.15, work=0.1)
@@ -154,7 +154,7 @@ def _times(times: float) -> str:
 
 
 def _most(pace: Pace, others: list[Pace]) -> str:
-    """Where most of what is more than the others' goes."""
+    """Describe the largest part of a slow rank's extra time."""
     host = lambda each: each.late - each.data
     more = {
         "waiting for data": (pace.data, median(other.data for other in others)),
@@ -167,7 +167,7 @@ def _most(pace: Pace, others: list[Pace]) -> str:
 
 
 def mean_pace(paces: list[Pace]) -> Pace:
-    """The mean of single steps, in their order."""
+    """The mean over single steps, in their order."""
     if not paces:
         return Pace()
     names = [field.name for field in fields(Pace) if field.name not in ("step", "steps")]
@@ -184,7 +184,7 @@ _PLACES_SHOWN = 8
 
 @dataclass(frozen=True)
 class Said:
-    """What a process says of itself once a second.
+    """What a process reports about itself once a second.
 
     Attributes:
       count: how often it has said something.
@@ -207,13 +207,13 @@ class Said:
 
     @property
     def place(self) -> str:
-        """What it does and where."""
+        """What the process is doing, and where."""
         return f"{self.doing}, {self.at}" if self.doing else self.at
 
 
 @dataclass(frozen=True)
 class Standstill:
-    """What one process makes of what all have said.
+    """One process's conclusion about a job that makes no progress.
 
     Attributes:
       text: in words.
@@ -231,7 +231,7 @@ class Standstill:
 def standstill(
     rank: int, size: int, before: Mapping[int, Said] | None, now: Mapping[int, Said] | None, own: Said
 ) -> Standstill:
-    """Who is missing.
+    """Determine which ranks a job without progress waits for, from what all processes reported.
 
     Args:
       rank, size: of the process that asks.
@@ -265,7 +265,7 @@ def _count(said: Mapping[int, Said], rank: int) -> int | None:
 
 
 def _behind(talking: Mapping[int, Said]) -> dict[int, str]:
-    """Those that have not begun the newest step, or not come as far in what all are doing."""
+    """The ranks, with a description, that have not begun the newest step, or are behind in what all are doing."""
     newest = max(said.begun for said in talking.values())
     found = {
         r: f"rank {r} has begun step {said.begun} only and is {said.place}"
@@ -289,7 +289,7 @@ def _silent(rank: int, last: Said | None) -> str:
 
 
 def _places(talking: Mapping[int, Said]) -> str:
-    """Who is where, the ranks of one place together."""
+    """Describe where each rank is, with ranks in the same place together."""
     by_place: dict[str, list[int]] = {}
     for r, said in talking.items():
         by_place.setdefault(said.place, []).append(r)
@@ -297,7 +297,7 @@ def _places(talking: Mapping[int, Said]) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Ranks as the subject of a sentence.
+    """Ranks as the subject of a sentence, such as "ranks 0, 1 are".
 
     >>> ranks_in_words([3]), ranks_in_words([0, 1, 2, 5])
     ('rank 3 is', 'ranks 0, 1, 2, 5 are')
@@ -347,7 +347,7 @@ class FlightRecord:
         self._writing = threading.Lock()
 
     def __enter__(self) -> "FlightRecord":
-        """From now on the last messages of the library's logger are kept."""
+        """Start to keep the last messages of the library's logger."""
         logger.addHandler(self._handler)
         return self
 
@@ -355,11 +355,11 @@ class FlightRecord:
         logger.removeHandler(self._handler)
 
     def path(self, rank: int) -> Path:
-        """Where a rank's record is."""
+        """The path of a rank's record."""
         return self._folder / f"flight-rank{rank}.json"
 
     def write(self, rank: int, size: int, why: str, error: BaseException | None = None, **parts: Any) -> bool:
-        """Write it, and say where; first without the collectives, which take longest. That it fails is a line, no error.
+        """Write the record and print where; a failure to write is only printed. Collectives, the slowest part, come last.
 
         The folder may be on a disk that hangs: after half a minute the record is waited for no longer.
 
@@ -425,14 +425,14 @@ def _lines_of(error: BaseException | None) -> list[str]:
 
 
 def _threads() -> dict[str, list[str]]:
-    """Of every thread of Python's its calls, the innermost last; the main thread's first."""
+    """The stack of every Python thread, the innermost call last; the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     idents = dict.fromkeys((threading.main_thread().ident, *sys._current_frames()))
     return {f"{names.get(ident, 'unknown')} {ident}": stack_of(ident) for ident in idents if ident is not None}
 
 
 def _memory() -> dict[str, Any]:
-    """Of the process, as Linux tells, and of its devices, where they tell; in bytes."""
+    """Memory of the process, as Linux tells it, and of its devices that report it, in bytes."""
     status, found = Path("/proc/self/status"), {}
     for line in status.read_text().splitlines() if status.exists() else ():
         name, _, value = line.partition(":")
@@ -472,7 +472,7 @@ _SHORTEST, _LONGEST_TIMES, _GAP = 0.005, 0.1, 0.1
 
 
 class StepTimes:
-    """The newest steps of this process; a thread of its own looks when they are done.
+    """The times of this process's newest steps; a thread watches when they are done.
 
     Args:
       on_cpus: whether the devices are this process's processors.
@@ -491,7 +491,7 @@ class StepTimes:
         self.done, self.longest, self.moved = 0, 0.0, time.monotonic()
 
     def drawing(self, batches: Iterable[T]) -> Iterator[T]:
-        """The batches; the time that each takes is noted."""
+        """Yield the batches, and note the time that each takes."""
         source = iter(batches)
         while True:
             before = time.monotonic()
@@ -504,17 +504,17 @@ class StepTimes:
             yield batch
 
     def began(self, step: int, result: jax.Array) -> None:
-        """A step has been handed over; `result` is ready when it is done."""
+        """Note a dispatched step; `result` is ready when the step is done."""
         self._pending.append((step, result, self._drawn, self._data, self._ran))
         self._log.append({"step": step, "begun": round(time.time(), 3), "done": None})
         self._data = 0.0
 
     def pace(self) -> Pace:
-        """The mean of the newest steps."""
+        """The mean pace of the newest steps."""
         return mean_pace(list(self._steps))
 
     def log(self) -> list[dict[str, Any]]:
-        """The newest steps, in order: when they were begun and done, in seconds since 1970; None: not done yet."""
+        """The newest steps, in order: when they began and ended, in seconds since 1970; None for not done yet."""
         now = round(time.time(), 3)  # of steps that the thread has not looked at since they were done
         ready = {step for step, result, *_ in list(self._pending) if _is_ready(result)}
         return [
@@ -522,7 +522,7 @@ class StepTimes:
         ]
 
     def watch(self, stop: threading.Event) -> None:
-        """Take note of steps as they get done, until told to stop."""
+        """Note the steps that are done, until told to stop."""
         before = time.monotonic()
         while not stop.wait(self._tick):
             now = time.monotonic()
@@ -549,7 +549,7 @@ class StepTimes:
         self._tick = min(max(wall / 20, _SHORTEST), _LONGEST_TIMES)
 
     def _queue(self) -> float:
-        """Seconds that this process's threads have waited for a processor, where Linux tells."""
+        """Seconds that this process's threads have waited for a processor, if Linux tells it."""
         queued = 0
         for task in _TASKS.iterdir() if self._on_cpus and _TASKS.exists() else ():
             try:
@@ -589,7 +589,7 @@ _STATUS = 1
 
 
 class Watchdog:
-    """A context in which a job that stands still says which ranks are missing, and ends if that lasts; so are slow ranks named.
+    """Context that names missing ranks when a job makes no progress, ends it if that lasts, and names slow ranks.
 
     In a process that runs alone it does nothing.
 
@@ -648,7 +648,7 @@ class Watchdog:
             self._stop.set()
 
     def began(self, step: int, result: jax.Array) -> None:
-        """Call it when a step has been dispatched.
+        """Note a dispatched step.
 
         Args:
           step: its number.
@@ -659,7 +659,7 @@ class Watchdog:
             self._times.began(step, result)
 
     def drawing(self, batches: Iterable[T]) -> Iterator[T]:
-        """The batches of a training; only with it is a rank named that waits for its data.
+        """Yield a training's batches; only with this can a rank that waits for its data be named.
 
         Args:
           batches: what the steps take, one each.
@@ -667,16 +667,16 @@ class Watchdog:
         return self._times.drawing(batches)
 
     def slowest(self) -> dict[str, float]:
-        """In process 0 the rank that holds up the others, `slow_rank`, and `slow_rank_times` the median of the others."""
+        """In process 0: the slowest rank, `slow_rank`, and how many times the others' median it takes, `slow_rank_times`."""
         return {"slow_rank": self._slow[0].rank, "slow_rank_times": round(self._slow[0].times, 2)} if self._slow else {}
 
     def moved(self) -> None:
-        """Call it wherever else the program gets on, in all processes alike: after a batch of a validation, say."""
+        """Note other progress of the program, in all processes alike: after a batch of a validation, for example."""
         self._told, self._marks = time.monotonic(), self._marks + 1
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Within this context the program does something that may take long, as "validating": all processes must enter it.
+        """Within this context the program does something long, such as "validating": all processes must enter it.
 
         While all are in it, and as far as each other by `moved`, no warning comes.
         """
@@ -689,7 +689,7 @@ class Watchdog:
 
     @property
     def _moved(self) -> float:
-        """When this process has last got on."""
+        """The time of this process's last progress."""
         return max(self._told, self._times.moved)
 
     def _said(self) -> Said:
@@ -725,7 +725,7 @@ class Watchdog:
                 self._judge(_heard() or {})
 
     def _ends_with(self, text: str) -> None:
-        """Say it first: what is written after that may be long in coming, or fail."""
+        """Print the reason before anything else: what follows may take long, or fail."""
         if self._end is _leave:
             _print(f"stuck: {text}")
         try:
@@ -735,7 +735,7 @@ class Watchdog:
         self._end(text)
 
     def _judge(self, heard: dict[int, Said]) -> None:
-        """Name who was slow twice in a row, once; and say when it is no longer."""
+        """Name a rank once that was slow twice in a row, and report when it no longer is."""
         paces = {rank: Pace(**said.pace) for rank, said in heard.items() if said.pace.get("steps") == WINDOW}
         before, self._slow = {each.rank for each in self._slow}, stragglers(paces)
         for each in self._slow:
@@ -747,7 +747,7 @@ class Watchdog:
             self._warn(f"rank {rank} is no slower than the others any more")
 
     def _warn_of(self, still: float) -> None:
-        """Say who is missing when it is time, and that it goes on when it does."""
+        """Report the missing ranks when it is time, and that the job goes on when it does."""
         now = time.monotonic()
         if self._warned is not None:
             since, missing = self._warned
@@ -767,7 +767,7 @@ class Watchdog:
             self._warn(f"{found.text}{ends}")
 
     def _dies(self, why: str, error: BaseException | None = None, *, own: bool = True) -> None:
-        """Tell the others why the job dies here, if it is a reason of one's own, and write what is known."""
+        """Tell the others why the job dies here, if the reason is this process's own, and write the flight record."""
         if (record := self._record) is None:
             return
         said, heard, steps, first = asdict(self._said()), _heard() or {}, self._times.log(), self._recorded
@@ -787,7 +787,7 @@ class Watchdog:
                 write(why, *ends)
 
     def _ends(self, heard: Mapping[int, Said] | None = None) -> list[str]:
-        """Why other processes die, as they have said, and who has said nothing since `heard`."""
+        """Lines that say why other processes ended, and which have been silent since `heard`."""
         found = _within(SILENT, lambda: coordinator_client().key_value_dir_get(_DYING)) or []
         told = {int(key.rsplit("/", 1)[1]): why for key, why in found}
         now = (_heard() or {}) if heard else {}
@@ -804,13 +804,13 @@ class Watchdog:
 
 
 def _heard() -> dict[int, Said] | None:
-    """What all processes last said; None when the coordinator does not answer."""
+    """The last report of every process; None when the coordinator does not answer."""
     found = _within(SILENT, lambda: coordinator_client().key_value_dir_get(_FOLDER))
     return None if found is None else {int(key.rsplit("/", 1)[1]): Said(**json.loads(text)) for key, text in found}
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> T | None:
-    """What the coordinator answers in time; None: nothing."""
+    """The coordinator's answer if it comes in time; else None."""
     found: list[T] = []
 
     def work() -> None:

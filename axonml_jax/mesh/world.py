@@ -1,4 +1,4 @@
-"""Worlds, backends and process groups, and ranks spawned as processes of one machine."""
+"""Worlds, backends and process groups, and ranks that run as threads of this process."""
 
 import abc
 import dataclasses
@@ -84,12 +84,12 @@ class ProcessGroup:
 
     @property
     def members(self) -> bool:
-        """Whether the group is only some of the ranks along its axes: traced collectives must leave the others out."""
+        """Whether the group has only some of the ranks along its axes, so that traced collectives must leave the others out."""
         return self.size < math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Where along `axes` the members stand (`jax.lax.axis_index(axes)`), in group order."""
+        """The members' indices along `axes` (`jax.lax.axis_index(axes)`), in group order."""
         along = self._ranks_along_axes()
         return tuple(along.index(rank) for rank in self.ranks)
 
@@ -137,7 +137,7 @@ class ProcessGroup:
         return self._engine(name).run(program, value, name)
 
     def send(self, value: Any, dst: int, *, shift: Callable[..., Any]) -> None:
-        """Give `value` to a member, which must call `recv`. Returns when it has it.
+        """Send `value` to a member, which must call `recv`. Returns when it has arrived.
 
         Both meet, so two ranks that first send to each other are told so at once instead of waiting for ever.
 
@@ -234,7 +234,7 @@ def _mesh_ranks(mesh: Mesh) -> np.ndarray:
 
 
 def as_ranks(ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Ranks in ascending order, as the members of a new group.
+    """Check the ranks of a new group, and sort them.
 
     Raises:
       ValueError: when they are empty, repeated or outside the world.
@@ -255,7 +255,7 @@ def as_ranks(ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
 
 
 class Backend(abc.ABC):
-    """The transport under a world. Its collectives are JAX's; this says which ones they are and on which devices.
+    """The transport under a world: which collectives JAX uses, and on which devices.
 
     Subclass it to bring your own (`init(backend=YourBackend())`): `devices` then decides the world.
 
@@ -319,14 +319,14 @@ class _JaxBackend(Backend):
 
 
 class GlooBackend(_JaxBackend):
-    """CPU devices of several processes, talking over TCP."""
+    """CPU devices of several processes, which communicate over TCP."""
 
     name = "gloo"
     platform = "cpu"
 
 
 class NCCLBackend(_JaxBackend):
-    """GPUs."""
+    """GPUs, which communicate by NCCL."""
 
     name = "nccl"
     platform = "gpu"
@@ -485,7 +485,7 @@ class MockBackend(Backend):
 
 
 def local_world(backend: Backend, local_rank: int, timeout: float) -> World:
-    """The world of a backend as this process sees it."""
+    """The world of a backend, seen from this process."""
     here = jax.process_index()
     local_ranks = tuple(rank for rank, device in enumerate(backend.devices) if device.process_index == here)
     if not local_ranks:
@@ -501,7 +501,7 @@ def local_world(backend: Backend, local_rank: int, timeout: float) -> World:
 
 
 def threaded_worlds(world_size: int, timeout: float = DEFAULT_TIMEOUT) -> list[World]:
-    """One world per rank for threads of this process, meeting at one board.
+    """One world per rank, for threads of this process that share one board.
 
     Raises:
       RuntimeError: when JAX has started with fewer devices.
@@ -537,7 +537,7 @@ def as_mesh(
     *,
     own: Iterable[AxisNames] = (),
 ) -> Mesh | AbstractMesh:
-    """The mesh that `target` means.
+    """Convert a mesh, world, group or None to a mesh.
 
     Args:
       target: a mesh of yours (returned as it is where its names and types are ours), a World, a group (its mesh; only
@@ -600,7 +600,7 @@ def _renamed(names, rename, known) -> list[str]:
 def spawn(
     fn: Callable[..., Any], world_size: int, *, args: Sequence[Any] = (), timeout: float = DEFAULT_TIMEOUT
 ) -> list[Any]:
-    """`fn(world, *args)` once per rank, each in a thread whose default device is its own simulated one.
+    """Run `fn(world, *args)` once per rank, each in a thread whose default device is its own simulated one.
 
     Args:
       fn: what a rank does; it communicates through groups of its `world`.
@@ -642,7 +642,7 @@ def spawn(
 
 
 class RankThread(threading.Thread):
-    """A rank of `spawn`. Logging finds it by this thread's `rank` and `world_size`."""
+    """The thread of one rank of `spawn`. Logging finds it by its `rank` and `world_size`."""
 
     def __init__(self, fn: Callable[..., Any], world: World, args: Sequence[Any]):
         super().__init__(name=f"rank {world.rank}", daemon=True)
@@ -667,14 +667,14 @@ class RankThread(threading.Thread):
         self.stop(reason)
 
     def stop(self, reason: str) -> None:
-        """Let no other rank wait for this one."""
+        """Tell the other ranks that this one makes no further calls."""
         board = self._call[1].board
         assert board is not None
         board.stop(self.rank, reason)
 
 
 def _join(ranks: list[RankThread], timeout: float) -> None:
-    """Wait for all ranks; once one has failed, for the others only `timeout` seconds more."""
+    """Wait for all ranks; after a failure, wait for the others only `timeout` seconds more."""
     deadline = float("inf")
     while any(thread.is_alive() for thread in ranks) and time.monotonic() < deadline:
         for thread in ranks:

@@ -1,4 +1,4 @@
-"""`check_strategy`: a strategy held against its contract and against one device."""
+"""`check_strategy`: tests a strategy against its contract and against training on one device."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ STEPS, RATE = 3, 0.1
 
 
 class _Small(nnx.Module):
-    """Sizes that divide nothing, a scalar, and a parameter that nothing reads; every position is worked on alone."""
+    """A model with sizes that divide nothing, a scalar, and a parameter that nothing reads; it acts on each position alone."""
 
     splits_positions = True
 
@@ -59,7 +59,7 @@ def _loss(model: Any, batch: Any) -> WeightedMean:
 
 
 def assert_trains_like_one_device(strategy: AbstractStrategy, ranks: int, tolerance: float) -> None:
-    """Three steps of momentum under `Plan(axes={"checked": strategy})` equal one device's.
+    """Assert that three steps of momentum under `Plan(axes={"checked": strategy})` equal one device's.
 
     Raises:
       AssertionError: naming the step's loss or the parameter that differs.
@@ -84,7 +84,7 @@ def assert_trains_like_one_device(strategy: AbstractStrategy, ranks: int, tolera
 
 
 def _one_device(strategy: AbstractStrategy, ranks: int, placement: Any, batches: list) -> tuple[list[float], dict]:
-    """Losses and parameters by name; shards are rows of one array, over which `vmap` names the axis."""
+    """Losses and parameters, by name, of training on one device; shards are rows over which `vmap` names the axis."""
     graph, state = nnx.split(_Small())
     names = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(state)]
     values = [np.asarray(leaf[...]) for _, leaf in nnx.to_flat_state(state)]
@@ -130,7 +130,7 @@ def _mean_and_grads(
     batch: dict[str, Any],
     left: list,
 ) -> tuple[jax.Array, list, list]:
-    """The mean loss, its gradients, sums of what each rank sends of its part of the batch, and what these lack of each."""
+    """The mean loss, its gradients, the sums of the ranks' gradients as sent, and the residual of each rank."""
     dim, weight = int(strategy.role.splits((AXIS,))[AXIS] == "positions"), batch["y"].size
     parts = [{name: np.split(x, ranks, dim)[rank] for name, x in batch.items()} for rank in range(ranks)]
     totals, of_ranks = zip(*(jax.value_and_grad(total)(read, part) for part in parts), strict=True)
@@ -142,17 +142,17 @@ def _mean_and_grads(
 
 
 def _state_of(strategy: AbstractStrategy) -> Stateful:
-    """What it keeps between steps; nothing unless it says so."""
+    """The strategy's `Stateful` methods; the defaults, which keep nothing, if it has none."""
     return strategy.having(Stateful) or Stateful()
 
 
 def _sums_of(strategy: AbstractStrategy) -> Lossy:
-    """What it rounds of sums; nothing unless it says so."""
+    """The strategy's `Lossy` methods; the defaults, which round nothing, if it has none."""
     return strategy.having(Lossy) or Lossy()
 
 
 def _mapped(strategy: AbstractStrategy, ranks: int, layout: Layout, what: str, *rows: Any) -> Any:
-    """A method of the strategy on every rank's rows."""
+    """Apply a method of the strategy to every rank's rows."""
 
     def read(shard: Any, own: Any) -> Any:
         return strategy.round_trip(_state_of(strategy).to_read(shard, own, layout, AXIS), layout, AXIS)
@@ -164,14 +164,14 @@ def _mapped(strategy: AbstractStrategy, ranks: int, layout: Layout, what: str, *
 
 
 def _summed(strategy: AbstractStrategy, grads: jax.Array, layout: Layout, ranks: int) -> tuple[jax.Array, jax.Array]:
-    """The sum of what ranks send of their gradients, [ranks, ...], and what it lacks of each."""
+    """The sum of the gradients that ranks send, [ranks, ...], and the residual of each."""
     trip = jax.vmap(lambda part: _sums_of(strategy).sum_round_trip(part, layout, AXIS))
     sent = jnp.stack([_joined(trip(_split(grad, layout, ranks)), layout) for grad in grads])
     return sent.sum(0), grads - sent
 
 
 def _split(tree: Any, layout: Layout, ranks: int) -> Any:
-    """Whole arrays as rows of the ranks' shards; those of another shape than the leaf's repeated."""
+    """Split arrays into rows of the ranks' shards; arrays of another shape than the leaf's are repeated."""
 
     def split(x: Any) -> jax.Array:
         x = jnp.asarray(x)
@@ -184,7 +184,7 @@ def _split(tree: Any, layout: Layout, ranks: int) -> Any:
 
 
 def _joined(rows: jax.Array, layout: Layout) -> jax.Array:
-    """The inverse for one leaf."""
+    """Concatenate one leaf's shards: the inverse of `_split`."""
     dim = layout.dim_of(AXIS)
     return rows[0] if dim is None else from_stored(jnp.concatenate(list(rows), axis=dim), layout)
 
@@ -198,7 +198,7 @@ SHAPES = ((), (1,), (5,), (7, 3), (2, 3, 5), (8, 6), (0, 4))
 
 
 def check_strategy(strategy: AbstractStrategy, *, ranks: int = 3, tolerance: float = FLOAT64) -> None:
-    """Check a strategy on a simulated mesh: that it is a value, its law, what it says that it sends, and a training run.
+    """Check a strategy on a simulated mesh: that it is a value, its law, its declared traffic, and a training run.
 
     The law: what `gather` gives is the parameter (of a lossy strategy: of every shard its `round_trip`), the same on every
     rank, and `sync` is the transpose of gathering: it sums (of a lossy strategy every part's `sum_round_trip`). Both are tried
@@ -252,7 +252,7 @@ def _check_value(strategy: Any) -> None:
 
 @dataclass(frozen=True)
 class _Law:
-    """One way of trying the law."""
+    """One case of the law that `sync` is the transpose of `gather`, and sums."""
 
     strategy: AbstractStrategy
     ranks: int
@@ -301,7 +301,7 @@ class _Law:
         )
 
     def _seen(self, stored: np.ndarray, layout: Layout) -> np.ndarray:
-        """What every rank must read: the shards' round trips put together, padding cut off."""
+        """The array that every rank must read: the shards' round trips, concatenated, without padding."""
         dim = layout.dim_of(AXIS)
         shards = [stored] if dim is None else np.split(stored, self.ranks, axis=dim)
         there = [np.asarray(self.strategy.round_trip(jnp.asarray(shard), layout, AXIS)) for shard in shards]
@@ -319,7 +319,7 @@ class _Law:
         assert apart <= allowed, f"{what} is {apart:.3g} off, allowed {allowed:.3g} ({layout}; {how})"
 
     def _summed(self, cotangents: np.ndarray, layout: Layout) -> np.ndarray:
-        """What the ranks' gradients must sum to: their parts' round trips added."""
+        """The expected sum of the ranks' gradients: the round trips of their parts, added."""
         dim, total = layout.dim_of(AXIS), np.zeros(layout.stored)
         for own in cotangents:
             stored = np.asarray(to_stored(own, layout))
@@ -363,7 +363,7 @@ class _Law:
         self._hold_arrays(layouts[-2])
 
     def _hold_arrays(self, layout: Layout) -> None:
-        """The planner asks for many sizes at once."""
+        """Check that flows accept an array of sizes, as the planner asks."""
         strategy, sizes = self.strategy, [self.ranks * math.prod(layout.shard) * k for k in (1, 2)]
         for flows in (strategy.gather_flows, strategy.sync_flows):
             ask = lambda elements, flows=flows: flows(elements, layout, AXIS, self.ranks, np.dtype("float64"))
@@ -396,7 +396,7 @@ def _counted(program: Any, arguments: Any) -> Iterator[tuple[str, str, int, int]
 
 
 def _by_kind(sent: Any) -> dict[tuple[str, str, int], int]:
-    """Elements by kind, dtype and ranks; what has none is left out."""
+    """Sum the elements by kind, dtype and ranks; entries without elements are left out."""
     found: dict[tuple[str, str, int], int] = {}
     for kind, dtype, elements, ranks in sent:
         if elements:

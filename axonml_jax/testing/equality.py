@@ -1,4 +1,4 @@
-"""`assert_equals_single_device`: training under a plan held against one device."""
+"""`assert_equals_single_device`: training under a plan, compared with one device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ AXIS = "oracle_shards"
 
 @dataclass(frozen=True)
 class OracleParts:
-    """How a plan divides the global batch, and what becomes of the model's own state.
+    """How a plan divides the global batch, and how it treats the model's state.
 
     Attributes:
       shards: number of batch shards whose gradients are averaged.
@@ -61,7 +61,7 @@ class OracleParts:
 
 @dataclass(frozen=True)
 class OracleRun:
-    """What a run produced: per step losses, norms and metrics; the first step's gradients, clipped; the last variables."""
+    """The results of a run: losses, norms and metrics by step; the first step's clipped gradients; the last variables."""
 
     losses: list[Any]
     norms: list[Any]
@@ -94,7 +94,7 @@ class Oracle:
         self._part, self._finish = jax.jit(self._differentiated), jax.jit(self._updated)
 
     def run(self, variables: Variables, batches: Sequence[PyTree], key: jax.Array, first_shard: int = 0) -> OracleRun:
-        """Train from whole variables; `first_shard` is the index of the first shard, for a rank that trains alone."""
+        """Train from full variables; `first_shard` is the index of the first shard, for a rank that trains alone."""
         cast = self.precision.cast_param
         variables = replace(variables, params=cast(variables.params), frozen=cast(variables.frozen))
         opt_state, steps = self.tx.init(variables.params), []
@@ -107,7 +107,7 @@ class Oracle:
         return OracleRun(list(losses), list(norms), list(metrics), grads[0], variables)
 
     def _parts(self, variables: Variables, key: jax.Array, batch: PyTree, first_shard: int) -> tuple[Any, list[PyTree]]:
-        """Gradients and losses summed over all parts, and every shard's state after its own."""
+        """Gradients and losses summed over all parts, and the state after each shard's part."""
         shards, microbatches = self.parts.shards, self.parts.microbatches
         if self.parts.whole:
             pairs = [(shard, a) for shard in range(shards) for a in range(microbatches)]
@@ -131,7 +131,7 @@ class Oracle:
     def _differentiated(
         self, variables: Variables, states: list, key: jax.Array, numbers: list, shards: list, rows: list
     ) -> tuple[Any, list[PyTree]]:
-        """Gradients and losses of some parts, by the numbers of microbatches and shards, summed, and states after them."""
+        """Gradients and losses of the given microbatches and shards, summed, and the states after them."""
         keys = [jax.random.fold_in(jax.random.fold_in(key, a), shard) for a, shard in zip(numbers, shards, strict=True)]
 
         def part(key: jax.Array, state: PyTree, rows: PyTree, params: PyTree) -> tuple[Loss, PyTree]:
@@ -163,7 +163,7 @@ class Oracle:
     def _of_whole(
         self, variables: Variables, states: list, keys: list, rows: list, params: PyTree
     ) -> tuple[jax.Array, tuple[Loss, list[PyTree]]]:
-        """The user's loss of all parts together, and every part's state after it."""
+        """The user's loss of all parts together, and the state after each part."""
         read = self.precision.cast_compute(params), self.precision.cast_compute(variables.frozen)
         state = jax.tree.map(lambda *x: jnp.stack(x), *states)
         batch = jax.tree.map(lambda *x: jnp.concatenate(x) if jnp.ndim(x[0]) else x[0], *rows)
@@ -183,13 +183,13 @@ class Oracle:
         return loss.total, (loss, [jax.tree.map(lambda x, i=i: x[i], after) for i in range(len(keys))])
 
     def _draws(self, variables: Variables, key: jax.Array, batch: PyTree) -> bool:
-        """Whether a model without state draws random numbers, or has a state all the same."""
+        """Whether the model or loss draws random numbers; also true for a model with state."""
         return bool(jax.tree.leaves(variables.state)) or draws(
             self.model, self.loss_fn, self._mode, variables, key, batch
         )
 
     def _updated(self, variables: Variables, opt_state: Any, sums: Any, states: list[PyTree], parts: Any) -> tuple:
-        """Variables and optimizer state after the update, the gradients, loss, norm and metrics."""
+        """Variables and optimizer state after the update, with gradients, loss, norm and metrics."""
         grads, total = sums
         count = parts if total.weight is None else total.weight
         grads = jax.tree.map(lambda g, p: per_weight(g, count).astype(p.dtype), grads, variables.params)
@@ -205,7 +205,7 @@ class Oracle:
         return Variables(params, variables.frozen, state), opt_state, grads, loss, norm, metrics
 
     def _joined_state(self, before: PyTree, states: list[PyTree]) -> PyTree:
-        """Of what every shard ended with: what a module declares, else the mean of floats and the first of others."""
+        """Join the shards' final states: as a module declares, else the mean of floats, and the first shard's others."""
         declared = self.model.state_joins()
         floats = "mean" if self.parts.buffers == "joined" else "first"
 
@@ -223,7 +223,7 @@ class Oracle:
         return jax.tree_util.tree_map_with_path(join, before, *states)
 
     def _rows(self, batch: PyTree, shard: int, a: int) -> PyTree:
-        """A part's rows; scalars are every part's."""
+        """The rows of one part; scalars belong to every part."""
         shards, microbatches = self.parts.shards, self.parts.microbatches
 
         def rows(x: Any) -> Any:
@@ -373,7 +373,7 @@ def _run_parallel(
 
 
 def _remember() -> optax.GradientTransformation:
-    """Hands gradients on and keeps them as its state, so that those of a step can be seen afterwards."""
+    """An optimizer that passes gradients on, and keeps the last ones as its state for inspection."""
     return optax.GradientTransformation(
         lambda params: jax.tree.map(jnp.zeros_like, params), lambda updates, state, params=None: (updates, updates)
     )

@@ -1,4 +1,4 @@
-"""A model that the oracle's loss calls on the whole batch, and that runs each shard's rows with the shard's own random keys."""
+"""A model for the oracle: called on the whole batch, it runs each shard's rows with the shard's own random keys."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from axonml_jax.model.view import BoundLinen, Functional, Mode, Variables
 
 
 class MappedModel:
-    """The model, called on rows of all shards: each shard's are mapped over together, under an axis name.
+    """A model called on the rows of all shards, which are mapped over together under an axis name.
 
     Attributes:
       states: the model's state of every shard, after the calls made so far, stacked.
@@ -36,7 +36,7 @@ class MappedModel:
         self._plain = model.bind(variables, keys[0], mode)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Every shard's rows; results are joined along the dim that is longer on the whole batch, else averaged."""
+        """Run every shard's rows; results are joined along the dim that grows with the batch, else averaged."""
         return self._mapped("__call__", args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -75,7 +75,7 @@ class MappedModel:
         return seen["treedef"].unflatten([next(joined) if x is None else x for x in seen["rest"]])
 
     def _each(self, call: Callable, parts: list) -> tuple[list, PyTree]:
-        """The call of every shard, stacked: one after the other, but where layers join the shards."""
+        """The stacked results of every shard's call, one after another, or by `vmap` if layers communicate between shards."""
         if self._together:
             return jax.vmap(call, axis_name=self._axis)(self._keys, (self.states, self._streams), parts)
         one = lambda tree, i: jax.tree.map(lambda x: x[i], tree)
@@ -84,7 +84,7 @@ class MappedModel:
         return jax.tree.map(lambda *x: jnp.stack(x), *each)
 
     def _joined(self, x: jax.Array, call: Callable, parts: list, k: int) -> jax.Array:
-        """[shards, ...] -> the result of the whole batch: its dim of rows is the one that more rows make longer."""
+        """Join [shards, ...] to the whole batch's result: the dim of rows is the one that grows with more rows."""
         count = x.shape[0]
         longer = [jax.ShapeDtypeStruct((count, 2 * x.shape[1], *x.shape[2:]), x.dtype) for x in parts]
         large = jax.eval_shape(lambda parts: self._each(call, parts)[0][k], longer)
@@ -97,5 +97,5 @@ class MappedModel:
 
 
 def _is_method(found: Any) -> bool:
-    """Whether an attribute is a method of the model."""
+    """Whether an attribute is a bound method."""
     return callable(found) and hasattr(found, "__self__")
