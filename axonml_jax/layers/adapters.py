@@ -1,4 +1,4 @@
-"""LoRA under tensor parallelism: adapters beside the shards of a kernel."""
+"""LoRA under tensor parallelism: adapters beside the shards of a kernel, multiplied one after the other."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ from axonml_jax.program.program import Equation, Program, run_program, run_trace
 
 
 def layer_specs(model: Functional, axis_sizes: Mapping[str, int]) -> dict[str, Any]:
-    """`tensor_specs` of a model's view: of its adapters too.
+    """`tensor_specs` of a model's parameters, and of its adapters.
 
     Of a matrix [..., i, o] the first one, [..., i, r], is split as i is and the second, [..., r, o], as o is; so are the
     scales [..., o] of one that rests as int8. Of kernels with several dims on a side each dim is.
@@ -44,7 +44,7 @@ def layer_specs(model: Functional, axis_sizes: Mapping[str, int]) -> dict[str, A
 
 
 def specs_beside(spec: PartitionSpec, adapter: Adapter) -> dict[str, PartitionSpec]:
-    """How what lies beside a matrix of this spec is split, by path: its adapters, and the scales of its columns if it has some.
+    """The specs of what lies beside a matrix with this spec, by path: its adapters, and its column scales if it has some.
 
     >>> specs_beside(PartitionSpec(None, "tensor"), Adapter("a", "b", 1.0, Sides()))["b"] == PartitionSpec(None, "tensor")
     True
@@ -55,7 +55,7 @@ def specs_beside(spec: PartitionSpec, adapter: Adapter) -> dict[str, PartitionSp
 
 
 def summed_axes(model: Functional) -> dict[str, tuple[str, ...]]:
-    """Over which bound axes the gradient of an adapter is the sum of the ranks', by its path, where there are any.
+    """The bound axes over which an adapter's gradient is the sum of the ranks', by the adapter's path.
 
     Of a matrix whose columns are split each rank has a part of the first adapter's gradient; of one whose rows are, of the
     second's. Along axes that split rows of the batch the step sums already.
@@ -71,7 +71,7 @@ def summed_axes(model: Functional) -> dict[str, tuple[str, ...]]:
 
 
 def _entries(spec: PartitionSpec, sides: Sides) -> tuple[list[Any], list[Any], list[Any]]:
-    """What the spec says of the stack, the input side and the output side of a matrix."""
+    """The parts of a matrix's spec for its stacked dims, its input dims and its output dims."""
     entries = [*spec, *[None] * (sides.stacked + len(sides.roles) - len(spec))]
     return entries[: sides.stacked], [entries[d] for d in sides.dims("i")], [entries[d] for d in sides.dims("o")]
 
@@ -94,7 +94,7 @@ def _summed(entries: list[Any]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """A matrix, or a stack of them, and its adapters.
+    """A matrix, or a stack of matrices, with its adapters: stands for W + scale A B in a traced program.
 
     Attributes:
       weight: W [..., i, o], or the int8 that stands for it.
@@ -127,25 +127,25 @@ class LowRank:
 
     @functools.cached_property
     def merged(self) -> jax.Array:
-        """W + scale A B."""
+        """Compute W + scale A B."""
         a, b = self.adapters
         own = self.weight if self.column_scales is None else dequantized(self.weight, self.column_scales, self.sides)
         return merged(own, a, b, self.scale, self.sides)
 
     @property
     def leaves(self) -> tuple[Any, ...]:
-        """Its arrays."""
+        """The arrays that it consists of."""
         more = () if self.column_scales is None else (self.column_scales,)
         return self.weight, self.a, self.b, *more
 
     def on(self, leaves: Sequence[Any]) -> "LowRank":
-        """The same with other arrays: of an inner trace, or slices of these."""
+        """The same with other arrays, as those of an inner trace, or slices."""
         weight, a, b, *more = leaves
         sides = replace(self.sides, stacked=weight.ndim - len(self.sides.roles))
         return LowRank(weight, a, b, self.scale, sides, self.summed, *more)
 
     def cast(self, op: Operation) -> "LowRank":
-        """The same behind a cast of W, to another dtype or type: int8 stays int8, and its scales are cast."""
+        """The same after a cast of W to another dtype or type: int8 stays int8, and its scales are cast."""
         scales = self.column_scales
         if scales is None:
             return replace(self, weight=op.bind([self.weight])[0])
@@ -153,7 +153,7 @@ class LowRank:
         return replace(self, weight=weight, column_scales=op.bind([scales])[0])
 
     def product(self, multiply: Callable[[Any, Any], Any], other: Any) -> Any:
-        """`multiply(other, W)`. Of int8 no float is kept for the backward, which makes it anew."""
+        """Compute `multiply(other, W)`; for int8 the backward recomputes W's floats instead of keeping them."""
         if self.column_scales is None:
             return multiply(other, self.weight)
         again = jax.checkpoint(lambda other, own, scales: multiply(other, dequantized(own, scales, self.sides)))
@@ -161,7 +161,7 @@ class LowRank:
 
 
 def reading_adapted(fun: Callable, model: Functional, variables: Variables, *args: Any) -> Any:
-    """`fun(variables, *args)` of a model with adapters.
+    """Call `fun(variables, *args)` of a model with adapters, whose products by W use A and B too.
 
     Communicates: over axes along which a layer splits its matrix, an all-reduce of the gradient of the adapter that is not
     split.
@@ -191,7 +191,7 @@ def reading_adapted(fun: Callable, model: Functional, variables: Variables, *arg
 
 
 def _seen(model: Functional, read: Mapping[str, Any], name: str) -> Any:
-    """A parameter as the model's own code is traced on it: of int8 the shape of its floats, which are not made."""
+    """A parameter as the model's code is traced with it: for int8 the shape of its floats, which are not made."""
     adapter = model.adapters.get(name)
     if adapter is None or adapter.column_scales is None:
         return read[name]
@@ -200,7 +200,7 @@ def _seen(model: Functional, read: Mapping[str, Any], name: str) -> Any:
 
 
 def _run(program: Program, values: Sequence[Any]) -> list[Any]:
-    """The results of a program of values some of which are `LowRank`."""
+    """Run a program on values some of which are `LowRank`."""
     return [_merged(value) for value in run_program(program, values, _at)]
 
 
@@ -225,7 +225,7 @@ def _at(equation: Equation, given: list[Any]) -> Sequence[Any] | None:
 
 
 def _product(equation: Equation, given: list[Any]) -> jax.Array | None:
-    """x W + scale (x A) B, or W x + ... ; None: it is no product over one side of each matrix."""
+    """Compute x W + scale (x A) B, or the product from the left; None if it is not a product over one side of each matrix."""
     op, right = equation.op, isinstance(given[1], LowRank)
     own, other = (given[1], given[0]) if right else (given[0], given[1])
     if isinstance(other, LowRank):
@@ -254,7 +254,7 @@ def _product(equation: Equation, given: list[Any]) -> jax.Array | None:
 
 
 def _in_turn(own: LowRank, role: str) -> tuple[Any, Any, tuple[int, ...], int]:
-    """The adapter that is multiplied first and its dims that are summed over, the second, and the dim of its rank.
+    """The adapter that is multiplied first with its contracted dims, the second one, and the dim of the rank r.
 
     Args:
       own: A [*stack, *in, r] and B [*stack, r, *out].
@@ -267,7 +267,7 @@ def _in_turn(own: LowRank, role: str) -> tuple[Any, Any, tuple[int, ...], int]:
 
 
 def _ragged(equation: Equation, given: list[Any]) -> jax.Array | None:
-    """The same of rows that are sorted by matrix; None: it is another ragged product."""
+    """The same for rows that are sorted by matrix; None for any other ragged product."""
     rows, own, counts = given
     dims = equation.op.options["ragged_dot_dimension_numbers"]
     plain = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
@@ -306,7 +306,7 @@ def _checkpointed(equation: Equation, given: list[Any]) -> list[Any]:
 
 
 def _sliceable(value: Any) -> Any:
-    """What a scan goes over: stacks of matrices; a matrix alone is sliced along its rows, whole."""
+    """An operand of a scan: a stack keeps its adapters; a single matrix, whose rows are scanned over, is merged."""
     return _merged(value) if isinstance(value, LowRank) and not value.sides.stacked else value
 
 
@@ -323,5 +323,5 @@ def _on(old: Any, new: Any) -> Any:
 
 
 def _again(value: Any) -> Any:
-    """For an inner trace, which keeps what it makes of a value to itself."""
+    """Copy a value for an inner trace, which must not share what it caches."""
     return value.on(value.leaves) if isinstance(value, LowRank) else value

@@ -29,7 +29,7 @@ from axonml_jax.strategies.strategy import context_positions, current_split
 
 
 class Packed(NamedTuple):
-    """Which document of its row every position belongs to, where rows hold several (b batch, s this rank's positions).
+    """The document of each position, where rows hold several documents (b batch, s this rank's positions).
 
     Attributes:
       segment_ids: integer [b, s]: a position sees those of its own number only; None: each row is one document.
@@ -47,7 +47,7 @@ WHOLE = Packed()
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """The keys and values of the positions seen so far (b batch, t positions it has room for, k heads, d head size).
+    """Cached keys and values of the positions seen so far (b batch, t capacity, k heads, d head size).
 
     Attributes:
       key: [b, t, k, d].
@@ -62,13 +62,13 @@ class KVCache:
     starts: jax.Array | None = None
 
     def extended(self, key: jax.Array, value: jax.Array) -> "KVCache":
-        """With s more positions, [b, s, k, d] each; the caller sees to it that there is room."""
+        """The cache with s more positions, [b, s, k, d] each; the caller must ensure that there is room."""
         write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), self.length, axis=1)
         return KVCache(write(self.key, key), write(self.value, value), self.length + key.shape[1], self.starts)
 
 
 def places_after(start: jax.Array, starts: jax.Array | None, places: jax.Array) -> jax.Array:
-    """Where in their texts s more positions are, [s], or [b, s] of rows that begin at several; those of padding count as 0.
+    """The positions of s more tokens in their texts, [s], or [b, s] if rows start at different columns; 0 for padding.
 
     Args:
       start: how many positions are before them.
@@ -140,7 +140,7 @@ def attend(
 
 
 def _with_sinks(softmax: Callable[[jax.Array], jax.Array], scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Of [..., k, g, s, t] over t; with sinks [k * g], one more score that is left out of the result."""
+    """Softmax of [..., k, g, s, t] over t; with sinks [k * g], one more score that the result leaves out."""
     if sinks is None:
         return softmax(scores)
     own = jnp.broadcast_to(sinks.reshape(*scores.shape[-4:-2], 1, 1).astype(scores.dtype), (*scores.shape[:-1], 1))
@@ -149,7 +149,7 @@ def _with_sinks(softmax: Callable[[jax.Array], jax.Array], scores: jax.Array, si
 
 @jax.custom_jvp
 def _kept_softmax(scores: jax.Array) -> jax.Array:
-    """Of [..., t] over t. A backward that makes again what is elementwise keeps these weights in the place of the scores."""
+    """Softmax of [..., t] over t, named so that a backward which recomputes elementwise results keeps the weights."""
     return jax.nn.softmax(scores, axis=-1)
 
 
@@ -189,7 +189,7 @@ def rotate(x: jax.Array, theta: float, positions: jax.Array, scaling: RopeScalin
 
 
 class HeadNorm(nnx.RMSNorm):
-    """The RMS norm of each head, of which a rank of `axis` has some: the gradient of its scale is summed over them.
+    """The RMS norm of each head; ranks of `axis` hold different heads, so the scale's gradient is summed over them.
 
     Args:
       head_size: d.
@@ -208,7 +208,7 @@ class HeadNorm(nnx.RMSNorm):
         self.axis, self.centered = axis, centered
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """[..., d] -> [..., d]; a mask as the Flax norm takes it."""
+        """Normalize [..., d]; `mask` as the Flax norm takes it."""
         axes = bound(self.axis)
         assert self.scale is not None
         if self.centered:
@@ -224,7 +224,7 @@ class HeadNorm(nnx.RMSNorm):
 
 
 class TensorParallelAttention(nnx.Module):
-    """Multi-head or grouped-query self-attention; a rank computes some heads, and no head is cut.
+    """Multi-head or grouped-query self-attention, with each head on one rank.
 
     Args:
       hidden_size: h.
@@ -328,7 +328,7 @@ class TensorParallelAttention(nnx.Module):
         self.dropout = ParallelDropout(dropout, dim=-3, axis=split_axis(axis), rngs=rngs if dropout else None)
 
     def __call__(self, x: jax.Array, *, prefetch: Prefetch | None = None, packed: Packed = WHOLE) -> jax.Array:
-        """Attend.
+        """Apply the layer.
 
         Args:
           x: [..., s, h], the same on every rank; [..., s/n, h] with `sequence_parallel`.
@@ -348,7 +348,7 @@ class TensorParallelAttention(nnx.Module):
         )  # fmt: skip
 
     def _sinks(self) -> jax.Array | None:
-        """Of this rank's heads."""
+        """The sinks of this rank's heads; None without sinks."""
         if self.sinks is None:
             return None
         check_shard(
@@ -357,7 +357,7 @@ class TensorParallelAttention(nnx.Module):
         return own
 
     def cache_specs(self, rows: Any, heads: str | None, padded: bool = False) -> KVCache:
-        """How a cache lies on a mesh: a PartitionSpec for each of its arrays.
+        """The PartitionSpecs of a cache's arrays on a mesh.
 
         Args:
           rows: the axes that split sequences, as an entry of a spec.
@@ -370,7 +370,7 @@ class TensorParallelAttention(nnx.Module):
         return KVCache(part, part, length, starts)
 
     def empty_cache(self, batch: int, room: int, starts: jax.Array | None = None) -> KVCache:
-        """A cache of this rank's key and value heads with room for so many positions.
+        """An empty cache of this rank's key and value heads with room for `room` positions.
 
         Args:
           batch: rows.
@@ -383,7 +383,7 @@ class TensorParallelAttention(nnx.Module):
         return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((), jnp.int32), starts)
 
     def extend(self, x: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
-        """The same for s more positions after those in a cache of this rank's key and value heads; for causal attention.
+        """Apply the layer to s more positions after those in a cache of this rank's heads; for causal attention.
 
         Args:
           x: [b, s, h], whole.
@@ -432,7 +432,7 @@ def mixed_heads(
     sinks: jax.Array | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """Attention of this rank's heads, by the kernel that was asked for, or of positions that ranks share.
+    """Attention of this rank's heads: by the requested kernel, or across the ranks that share positions.
 
     Args:
       query: [..., s, n, d] (s sequence, n heads, d head size).

@@ -26,7 +26,7 @@ Rule = str | type
 
 
 def rules_of(exclude: Rule | Collection[Rule], *, paths: bool = True) -> tuple[Rule, ...]:
-    """What the user wrote as a tuple.
+    """Check the `exclude` argument and return it as a tuple.
 
     Args:
       exclude: one rule or several.
@@ -57,7 +57,7 @@ def rules_of(exclude: Rule | Collection[Rule], *, paths: bool = True) -> tuple[R
 
 
 def excluded(modules: Mapping[tuple, Any], rules: Iterable[Rule]) -> dict[tuple, str]:
-    """The modules that are left out, each with the reason.
+    """The excluded modules, each with the reason.
 
     Raises:
       ValueError: for a rule that matches nothing, with the nearest path or the types there are.
@@ -100,7 +100,7 @@ _open_blocks = 0
 
 
 class _Blocks(threading.local):
-    """The blocks that this thread is in, innermost last."""
+    """The open blocks of this thread, innermost last."""
 
     def __init__(self) -> None:
         self.stack: list[_Block] = []
@@ -115,7 +115,7 @@ class _Block:
         self.layers: list[Any] = []  # kept, so that no id is given twice
 
     def made(self, layer: Any) -> None:
-        """A layer has just been made: swap it."""
+        """Swap a layer that has just been made."""
         kind = next(base for base in _KINDS if isinstance(layer, base))
         number = self.numbers[kind.__name__] = self.numbers.get(kind.__name__, 0) + 1
         try:
@@ -147,7 +147,7 @@ _blocks = _Blocks()
 
 @contextmanager
 def making(ground: SplitAxes, report: AutoReport, exclude: tuple[Rule, ...] = ()) -> Iterator[AutoReport]:
-    """Swap what this thread makes until the block ends, whichever way it ends."""
+    """Swap the layers that this thread makes until the block ends, with or without an error."""
     block = _Block(ground, report, exclude)
     _blocks.stack.append(block)
     _watch(+1)
@@ -166,7 +166,7 @@ def making(ground: SplitAxes, report: AutoReport, exclude: tuple[Rule, ...] = ()
 
 
 def _watch(more: int) -> None:
-    """Flax's layers report that they were made while a block is open in any thread."""
+    """Make Flax's layer constructors report new layers while a block is open in any thread."""
     global _open_blocks  # constructors belong to the process, as the lock around this does
     with _lock:
         before, _open_blocks = _open_blocks, _open_blocks + more
@@ -298,7 +298,7 @@ def _swap_all(model: nnx.Module, mesh: Any, example: Example | None, exclude: tu
 def _changes(
     modules: Mapping[Path, Any], ground: SplitAxes
 ) -> tuple[dict[Path, swap.Change], dict[Path, str], dict[Path, str]]:
-    """What each layer becomes, why some stay, and every layer's type, in the model's order."""
+    """The change of each layer, the reasons why others stay, and every layer's type, in the model's order."""
     changes: dict[Path, swap.Change] = {}
     reasons: dict[Path, str] = {}
     kinds: dict[Path, str] = {}
@@ -336,7 +336,7 @@ def _why_not(module: nnx.Module) -> str:
 
 
 def _leave_shared(modules: Mapping[Path, Any], changes: dict, reasons: dict) -> None:
-    """A parameter of two layers has one split, which may not be right for both."""
+    """Leave layers that share a parameter: its one split may not be right for both."""
     owners: dict[int, list[Path]] = {}
     for path, module in modules.items():
         for value in vars(module).values():
@@ -348,7 +348,7 @@ def _leave_shared(modules: Mapping[Path, Any], changes: dict, reasons: dict) -> 
 
 
 def _leave(changes: dict[Path, swap.Change], reasons: dict[Path, str], path: Path, why: str) -> None:
-    """Do not swap a layer; with a projection of an attention layer the whole attention stays."""
+    """Exclude a layer from the swap; with a projection of an attention layer, the whole attention layer."""
     parent = path[:-1]
     whole = [parent, *((*parent, name) for name in ("query", "key", "value", "out"))]
     paths = whole if parent in changes else [path]
@@ -360,7 +360,7 @@ def _leave(changes: dict[Path, swap.Change], reasons: dict[Path, str], path: Pat
 def _paired(
     model: nnx.Module, modules: Mapping[Path, Any], changes: dict, ground: SplitAxes, example: Example
 ) -> Pairs:
-    """Pair linear layers: `changes` gets the columns that stay split and the rows that take them."""
+    """Pair linear layers in `changes`: columns that keep their output split, and the rows that take it."""
     inside = {path for path in changes if path[:-1] in changes and path}  # of an attention layer split by heads
     found_ports = {path: port(modules[path], ground.axis, ground.ranks) for path in changes if path not in inside}
     ports = {path: each for path, each in found_ports.items() if each is not None and not ground.is_grid}

@@ -1,4 +1,4 @@
-"""Attention across the ranks of `context`: rings, gathers, all-to-all, kernels."""
+"""Attention across the ranks of `context`: ring, gather, all-to-all (Ulysses), and kernels."""
 
 import functools
 import itertools
@@ -66,7 +66,7 @@ from axonml_jax.strategies.strategy import ContextSplit, Method, current_split, 
 
 @dataclass(frozen=True)
 class Ring:
-    """How a mesh axis's ranks work together: `heads` neighbours split the heads, and their groups share keys and values.
+    """How the ranks of a mesh axis share attention: neighbours in a group split the heads, groups exchange keys and values.
 
     Attributes:
       axis: the mesh axis; None: one rank.
@@ -84,17 +84,17 @@ class Ring:
 
     @property
     def groups(self) -> int:
-        """R: the groups, each of which holds other positions."""
+        """The number R of groups, each of which holds other positions."""
         return self.ranks // self.heads
 
     @property
     def chunks(self) -> int:
-        """In how many chunks of growing positions a group's places lie."""
+        """The number of chunks of increasing positions in a group's places."""
         return self.heads * order_parts(self.order, self.ranks) // self.ranks
 
     @property
     def piece_ranks(self) -> int:
-        """How many ranks' keys are read at once."""
+        """The number of ranks whose keys are read at once."""
         return self.ranks if self.gathers or self.groups == 1 else self.heads
 
     @property
@@ -104,18 +104,18 @@ class Ring:
 
     @property
     def across(self) -> list[list[int]]:
-        """The ranks that hold the same heads."""
+        """The sets of ranks that hold the same heads."""
         return np.arange(self.ranks).reshape(self.groups, self.heads).T.tolist()
 
     def cuts(self, queries: int, keys: int, most: int) -> tuple[TileCut, TileCut]:
-        """How a group's queries are cut into tiles, and the keys that it reads at once, given the places of a rank."""
+        """The cuts into tiles of a group's queries, and of the keys that it reads at once, from the places of a rank."""
         pieces = self.groups if self.gathers else 1
         return TileCut(self.heads * queries, self.chunks, most), TileCut(
             self.heads * keys * pieces, self.chunks * pieces, most
         )
 
     def index(self) -> int | jax.Array:
-        """This rank's group."""
+        """The index of this rank's group."""
         return 0 if self.axis is None else axis_index(self.axis) // self.heads
 
     def positions(self, group: int | jax.Array, places: int) -> jax.Array:
@@ -129,11 +129,11 @@ class Ring:
         return [[(int(chunk[0]), int(chunk[-1])) for chunk in group] for group in held]
 
     def rounds(self, how: Attention) -> RingRounds:
-        """The rounds in which keys and values go round."""
+        """The ring's rounds of exchanging keys and values."""
         return RingRounds.of(how.visible, self.spans(how.queries.places), self.spans(how.keys.places))
 
     def pieces(self, queries: int, keys: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The positions of a group's queries, and those of the keys that it reads at once, in order: of all groups and rounds.
+        """Yield, for all groups and rounds, the positions of a group's queries and of the keys that it reads at once.
 
         Args:
           queries: of a group.
@@ -145,7 +145,7 @@ class Ring:
         return itertools.product(held(queries), sources)
 
     def sent(self, x: jax.Array, pairs: Pairs) -> jax.Array:
-        """x from each source's group to its target's, to the rank of the same heads; zeros elsewhere.
+        """Send x from each source group to its target group, between ranks of the same heads; zeros for others.
 
         Communicates: one permute, unless there are no pairs.
         """
@@ -157,7 +157,7 @@ class Ring:
 
 
 class Places(NamedTuple):
-    """Where the queries are, and the segments of all.
+    """The positions of the queries, and the segments of queries and keys.
 
     Attributes:
       positions: of the queries, int32 [c].
@@ -171,7 +171,7 @@ class Places(NamedTuple):
 
 
 def read_forward(how: Attention, ring: Ring, given: Given, q: jax.Array, k: jax.Array, v: jax.Array, places: Places):
-    """All of a group's queries read all keys: q [b, g, r, c, d], k [b, g, t, d], v [b, g, t, e] -> a `ReadPiece`.
+    """Attention of a group's queries to all keys: q [b, g, r, c, d], k [b, g, t, d], v [b, g, t, e] -> a `ReadPiece`.
 
     Communicates: an all-gather of keys and values, or a permute of them in every round but the first.
     """
@@ -192,7 +192,7 @@ def read_forward(how: Attention, ring: Ring, given: Given, q: jax.Array, k: jax.
 
 
 def read_backward(how: Attention, ring: Ring, given: Given, q, k, v, places: Places, read: ReadPiece, grad):
-    """The gradients of q, k, v and `given.arrays`, given what `read_forward` returned, and the gradient of its `out`.
+    """The gradients of q, k, v and `given.arrays`, from the result of `read_forward` and the gradient of its `out`.
 
     Communicates: the keys and values again; with an all-gather, a reduce-scatter of their gradients, which travel with them in
     a ring.
@@ -240,7 +240,7 @@ def _tiled(how: Attention, both: jax.Array, size: int) -> tuple[jax.Array, jax.A
 
 
 def _side(how: Attention, ring: Ring, places: Places, round: int) -> Side:
-    """The places of the keys that a rank has in a round."""
+    """The places of the keys that a rank holds in a round."""
     source, count = (ring.index() - round) % ring.groups, how.keys.places
     segments = None
     if places.of_keys is not None:
@@ -256,7 +256,7 @@ def _gathered_side(how: Attention, ring: Ring, places: Places) -> Side:
 
 
 def _sorted(how: Attention, ring: Ring, x: jax.Array, dim: int) -> jax.Array:
-    """A piece's keys, or what is known of their places, in the order in which they are computed."""
+    """Put a piece's keys, or facts about their places, in the order of the sequence if the computation needs that."""
     return in_sequence(x, ring.order, ring.piece_ranks, dim) if how.work.sorts else x
 
 
@@ -265,7 +265,7 @@ def _unsorted(how: Attention, ring: Ring, x: jax.Array, dim: int) -> jax.Array:
 
 
 def _gathered(ring: Ring, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The keys and values of all groups: k [b, g, R*t, d], v [b, g, R*t, e]. Communicates: one all-gather."""
+    """Gather the keys and values of all groups: k [b, g, R*t, d], v [b, g, R*t, e]. Communicates: one all-gather."""
     if ring.groups == 1 or ring.axis is None:
         return k, v
     both = gather_along(jnp.concatenate([k, v], -1), (ring.axis,), 2, among=_among(ring))
@@ -273,7 +273,7 @@ def _gathered(ring: Ring, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def _scattered(ring: Ring, dk: jax.Array, dv: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Their sums over the groups, of which each keeps its own places. Communicates: one reduce-scatter."""
+    """Sum the gradients of keys and values over groups; each keeps its own places. Communicates: one reduce-scatter."""
     if ring.groups == 1 or ring.axis is None:
         return dk, dv
     both = scatter_along(jnp.concatenate([dk, dv], -1), (ring.axis,), 2, among=_among(ring))
@@ -290,7 +290,7 @@ def _among(ring: Ring) -> list[list[int]] | None:
 
 
 def put_back(x: jax.Array, dim: int, axis: str, order: Order) -> jax.Array:
-    """A rank's part of an array in the sequence's order, from its part in the order of ranks.
+    """A rank's part of an array in the order of the sequence, from its part in the order of ranks.
 
     Args:
       x: [..., c, ...] (c positions of this rank).
@@ -313,7 +313,7 @@ def put_back(x: jax.Array, dim: int, axis: str, order: Order) -> jax.Array:
 
 
 def _from_zigzag(x: jax.Array, dim: int, axis: str, ranks: int) -> jax.Array:
-    """Rank r has the chunks r and 2 * ranks - 1 - r, of which one is even; it is to have 2 * r and 2 * r + 1."""
+    """From zigzag order: rank r trades the chunks r and 2 * ranks - 1 - r for the chunks 2 * r and 2 * r + 1."""
     head, tail = jnp.split(x, 2, axis=dim)
     swapped = axis_index(axis) % 2 == 1
     even, odd = jnp.where(swapped, tail, head), jnp.where(swapped, head, tail)
@@ -326,7 +326,7 @@ def _from_zigzag(x: jax.Array, dim: int, axis: str, ranks: int) -> jax.Array:
 
 
 def _from_stripes(x: jax.Array, dim: int, axis: str, ranks: int) -> jax.Array:
-    """Rank r has the positions r, r + ranks, ...: of each other rank's part as many as of its own."""
+    """From striped order: rank r, with positions r, r + ranks, ..., receives an equal share of each rank's part."""
     count = x.shape[dim]
     if count % ranks:
         places = jnp.asarray(sequence_order("striped", count * ranks, ranks).argsort().reshape(ranks, count))
@@ -343,7 +343,7 @@ def _from_stripes(x: jax.Array, dim: int, axis: str, ranks: int) -> jax.Array:
 
 @dataclass(frozen=True)
 class SplashPieces:
-    """Pieces by the kernel, which takes all queries and all keys of one at once: each is one tile here.
+    """Computes pieces by the splash kernel, which takes all queries and keys of a piece as one tile.
 
     The kernel compares a query with the places that keys have in the piece. Where these follow each other evenly that is a
     query's distance from the first of them. Else, which causal attention alone allows, it is how many of them are not after it.
@@ -366,7 +366,9 @@ class SplashPieces:
     def forward(
         self, how: Attention, given: Given, q: jax.Array, at: Side, k: jax.Array, v: jax.Array, side: Side
     ) -> ReadPiece:
-        """As of tiles: q [1, b, g, r, c, d], k [1, b, g, t, d], v [1, b, g, t, e]. Nothing is read of `given`."""
+        """As `PieceWork.forward`, with one tile: q [1, b, g, r, c, d], k [1, b, g, t, d], v [1, b, g, t, e]; ignores
+        `given`.
+        """
         out, lse = splash_forward(self.call, self._piece(how, q, at, k, v, side))
         lse = lse.reshape(q.shape[:-1])
         return ReadPiece(out.astype(jnp.float32).reshape(*q.shape[:-1], -1), lse, jnp.zeros_like(lse))
@@ -374,7 +376,7 @@ class SplashPieces:
     def backward(
         self, how: Attention, given: Given, kept: KeptQueries, at: Side, k: jax.Array, v: jax.Array, side: Side
     ) -> tuple[jax.Array, jax.Array, jax.Array, tuple[None, ...]]:
-        """As of tiles, in float32, of what the kernel returns in the dtypes of q, k and v."""
+        """As `PieceWork.backward`; the kernel's gradients, in the dtypes of q, k and v, are returned as float32."""
         piece, join = self._piece(how, kept.q, at, k, v, side), _joined
         dq, dk, dv = splash_backward(
             self.call, piece, join(kept.top + kept.total, 2), join(kept.inner, 2), join(kept.grad, 3)
@@ -395,7 +397,7 @@ class SplashPieces:
         return SplashPiece(_joined(scaled, 3), k[0], v[0], places, segments, chosen)
 
     def _places(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
-        """The places of queries [c] among keys [t]."""
+        """The indices of query positions [c] among key positions [t]."""
         ahead = [queries - keys[first] for first in self.firsts]
         if len(ahead) == 1:
             return ahead[0]
@@ -409,12 +411,12 @@ def _blocks(size: int, positions: jax.Array, segments: jax.Array | None) -> Side
 
 
 def _joined(x: jax.Array, trailing: int) -> jax.Array:
-    """[1, b, g, r, ...] -> [b, g * r, ...], the heads of queries in their order."""
+    """Merge the heads of queries: [1, b, g, r, ...] -> [b, g * r, ...]."""
     return x[0].reshape(x.shape[1], -1, *x.shape[4:])
 
 
 def even_runs(ring: Ring, keys: int) -> tuple[tuple[int, ...], int, int]:
-    """Where the even runs of a piece of so many keys begin, the keys of each, and how far apart they are; keys in order."""
+    """The starts of a piece's runs of equally spaced keys, the keys of each, and their spacing; keys are in order."""
     if ring.piece_ranks == ring.ranks or ring.order == "contiguous":
         return (0,), keys, 1
     if ring.order == "zigzag":
@@ -423,7 +425,7 @@ def even_runs(ring: Ring, keys: int) -> tuple[tuple[int, ...], int, int]:
 
 
 def by_splash(how: Attention, ring: Ring) -> Attention:
-    """An attention whose pieces splash computes; `by_kernel.kernel_for` has said that it can."""
+    """The attention whose pieces splash computes; `kernel_for` must have chosen it."""
     queries, keys = how.queries.places, how.keys.places
     sizes = block_sizes(queries, keys)
     assert sizes is not None
@@ -459,7 +461,7 @@ def kernel_for(
     sinks: jax.Array | None,
     block_size: int | None,
 ) -> str | None:
-    """The kernel that computes it; None: tiles.
+    """The kernel that computes an attention; None for tiles.
 
     Args:
       asked: one of `FORMS`.
@@ -512,7 +514,7 @@ def _cudnn_reasons(how: Attention, ring: Ring, q: jax.Array, k: jax.Array) -> It
 
 
 def attend_by_cudnn(how: Attention, ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Whole sequences of this rank's heads, [b, s, n, d], where `kernel_for` has named the kernel.
+    """Attention of full sequences of this rank's heads, [b, s, n, d], by the kernel that `kernel_for` chose.
 
     Args:
       how: what is computed.
@@ -565,7 +567,7 @@ def context_attention(
     block_size: int | None = None,
     kernel: str = "auto",
 ) -> jax.Array:
-    """Attention of whole sequences, of which every rank of `axis` holds some positions: exact, with a backward by hand.
+    """Exact attention of sequences whose positions are split over the ranks of `axis`, with a hand-written backward.
 
     Letters: b rows, c and c' this rank's positions of queries and of keys (s and t of all N ranks), n query heads, g key and
     value heads, d head size, e that of values. Where `axis` is not bound by `shard_map` a rank holds all positions, and
@@ -658,7 +660,7 @@ def context_attention(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attended(how: Attention, ring: Ring, given: Given, q, k, v, sinks, places: Places) -> jax.Array:
-    """q [b, g, r, c, d], k [b, g, t, d], v [b, g, t, e], sinks [g * r] or None -> [b, g, r, c, e]."""
+    """Attention q [b, g, r, c, d], k [b, g, t, d], v [b, g, t, e], sinks [g * r] or None -> [b, g, r, c, e]."""
     return _attended_forward(how, ring, given, q, k, v, sinks, places)[0]
 
 
@@ -683,7 +685,7 @@ _attended.defvjp(_attended_forward, _attended_backward)
 
 
 def _heads_apart(ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array) -> list[jax.Array]:
-    """All of a group's positions, of this rank's part of the heads. Communicates: three all-to-alls."""
+    """Trade positions for heads: all of a group's positions, of a part of the heads. Communicates: three all-to-alls."""
     if ring.heads == 1 or ring.axis is None:
         return [q, k, v]
     among = None if ring.groups == 1 else ring.neighbours
@@ -693,14 +695,14 @@ def _heads_apart(ring: Ring, q: jax.Array, k: jax.Array, v: jax.Array) -> list[j
 
 
 def _heads_together(ring: Ring, out: jax.Array) -> jax.Array:
-    """The inverse, for results. Communicates: one all-to-all."""
+    """Trade heads back for positions, for results. Communicates: one all-to-all."""
     if ring.heads == 1 or ring.axis is None:
         return out
     return exchange_along(out, (ring.axis,), 1, 2, among=None if ring.groups == 1 else ring.neighbours)
 
 
 def _places(ring: Ring, how: Attention, ids: tuple[jax.Array, jax.Array] | None) -> Places:
-    """Where this rank's queries are. Communicates: all-gathers of segment ids, int [b, c], where there are any."""
+    """The places of this rank's queries and keys. Communicates: all-gathers of segment ids, int [b, c], if there are any."""
     index, count = ring.index(), how.queries.places
     positions = ring.positions(index, count)
     if ids is None:

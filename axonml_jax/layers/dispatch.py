@@ -1,4 +1,4 @@
-"""How tokens travel to their experts and back, and the products there."""
+"""Sends tokens to their experts and back, and computes the experts' products."""
 
 import functools
 import math
@@ -33,7 +33,7 @@ CLAMP, SHARPNESS = 7.0, 1.702
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of E experts of width h and inner width f, in the dtype in which they multiply.
+    """The weights of E experts of width h and inner width f, in their compute dtype.
 
     Attributes:
       gate: [E, h, f]; None where experts are not gated.
@@ -52,7 +52,7 @@ class ExpertWeights(NamedTuple):
 
 
 def activated(activation: str, gate: jax.Array | None, up: jax.Array) -> jax.Array:
-    """The inner features: of "swiglu" silu(gate) * up; of "gelu" its tanh approximation of up.
+    """The inner features: for "swiglu" silu(gate) * up; for "gelu" its tanh approximation of up.
 
     "clamped_swiglu" is gpt-oss's: the gate is at most 7, up lies in [-7, 7], and gate * sigmoid(1.702 * gate) * (up + 1).
     """
@@ -70,7 +70,7 @@ def activated(activation: str, gate: jax.Array | None, up: jax.Array) -> jax.Arr
 
 
 class Queues(NamedTuple):
-    """A rank's pairs, sorted by expert; of one expert in the order of their tokens.
+    """A rank's (token, expert) pairs, sorted by expert, and within an expert by token.
 
     N ranks hold E experts, E/N neighbours each; a rank has T tokens with k pairs each.
 
@@ -86,12 +86,12 @@ class Queues(NamedTuple):
 
     @property
     def starts(self) -> jax.Array:
-        """Where each expert's queue begins, int32 [E + 1]; the last is where pairs without an expert do."""
+        """The start of each expert's queue, int32 [E + 1]; the last entry is where pairs without an expert start."""
         return from_zero(self.counts)
 
 
 def queued(experts: jax.Array, count: int) -> Queues:
-    """The queues of pairs by their expert.
+    """Sort pairs into queues by expert.
 
     Args:
       experts: int32 [T, k]; pairs whose value is not in [0, E) have none.
@@ -106,7 +106,7 @@ def queued(experts: jax.Array, count: int) -> Queues:
 
 
 def within_capacity(experts: jax.Array, count: int, capacity: int, groups: tuple[int, ...] = (1,)) -> jax.Array:
-    """`experts` with E, which is none, for the pairs that come after the first `capacity` of an expert in their group.
+    """`experts` with E (none) for the pairs beyond the first `capacity` of an expert in their group.
 
     Args:
       experts: int32 [..., k]; of n leading dims.
@@ -127,7 +127,7 @@ def within_capacity(experts: jax.Array, count: int, capacity: int, groups: tuple
 
 
 class Slots(NamedTuple):
-    """What a rank sends in a round: for every rank as many slots, some of them empty.
+    """What a rank sends in a round: equally many slots for every rank, some of them empty.
 
     Attributes:
       pair: int32 [slots], the pair in each slot; T * k in an empty one.
@@ -139,7 +139,7 @@ class Slots(NamedTuple):
 
 
 def slots_of_round(queues: Queues, ranks: int, each: int, number: int | jax.Array) -> Slots:
-    """The pairs that travel in a round: of those for each rank the `each` after `number * each`.
+    """The slots of one round: for each rank, the pairs number `number * each` to `(number + 1) * each`.
 
     Args:
       queues: this rank's.
@@ -159,7 +159,7 @@ def slots_of_round(queues: Queues, ranks: int, each: int, number: int | jax.Arra
 
 
 def slots_of_capacity(experts: jax.Array, queues: Queues, capacity: int) -> Slots:
-    """Slots of a fixed number for every expert, filled from the front.
+    """A fixed number of slots for every expert, filled from the front.
 
     Args:
       experts: int32 [T, k], those that are not dropped.
@@ -176,7 +176,7 @@ def slots_of_capacity(experts: jax.Array, queues: Queues, capacity: int) -> Slot
 
 
 class Received(NamedTuple):
-    """How the slots that a rank received in a round lie sorted by expert.
+    """The order by expert of the slots that a rank received in a round.
 
     Attributes:
       row: int32 [slots], the row of each slot; the number of slots for an empty one.
@@ -190,7 +190,7 @@ class Received(NamedTuple):
 
 
 def received(counts: jax.Array, each: int, number: int | jax.Array) -> Received:
-    """The rows of what came in a round, given what every rank has for this one.
+    """The order by expert of a round's received slots, from the counts of every rank.
 
     Args:
       counts: int32 [N, E/N], the pairs that each rank has for each of this rank's experts.
@@ -215,7 +215,7 @@ def received(counts: jax.Array, each: int, number: int | jax.Array) -> Received:
 
 
 def from_zero(counts: jax.Array) -> jax.Array:
-    """Where each of E queues begins, and the last one ends: [E + 1]."""
+    """Cumulative counts: the start of each of E queues, and the end of the last, [E + 1]."""
     return jnp.concatenate([jnp.zeros(1, counts.dtype), jnp.cumsum(counts, dtype=counts.dtype)])
 
 
@@ -226,7 +226,7 @@ def from_zero(counts: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def spread(x: jax.Array, pair_of_slot: jax.Array, slot_of_pair: jax.Array) -> jax.Array:
-    """The token of each slot's pair; zeros in slots without one.
+    """Copy each pair's token into its slot; empty slots are zeros.
 
     Args:
       x: [T, ...].
@@ -242,7 +242,7 @@ def spread(x: jax.Array, pair_of_slot: jax.Array, slot_of_pair: jax.Array) -> ja
 
 @jax.custom_vjp
 def collect(slots: jax.Array, pair_of_slot: jax.Array, slot_of_pair: jax.Array) -> jax.Array:
-    """The sum of the slots of each token's pairs: slots [S, ...] -> [T, ...]."""
+    """Sum the slots of each token's pairs: slots [S, ...] -> [T, ...]."""
     count = slot_of_pair.shape[1]
     parts = [_rows(slots, slot_of_pair[:, j]) for j in range(count)]
     total = parts[0]
@@ -252,12 +252,12 @@ def collect(slots: jax.Array, pair_of_slot: jax.Array, slot_of_pair: jax.Array) 
 
 
 def _rows(x: jax.Array, at: jax.Array) -> jax.Array:
-    """Rows of x, zeros for the index behind the last."""
+    """Take rows of x; the index behind the last row gives zeros."""
     return jnp.take(x, at, axis=0, mode="fill", fill_value=0)
 
 
 def no_gradient(index: jax.Array) -> np.ndarray:
-    """The cotangent of integers."""
+    """The cotangent of an integer array."""
     return np.zeros(index.shape, jax.dtypes.float0)
 
 
@@ -287,7 +287,7 @@ collect.defvjp(_collect_forward, _collect_backward)
 
 
 def ragged_products(activation: str, rows: jax.Array, counts: jax.Array, weights: ExpertWeights) -> jax.Array:
-    """What the experts make of their rows: see `block_products`."""
+    """The experts' outputs for their rows by ragged products: see `block_products`."""
 
     def product(x, kernel, bias):
         y = jax.lax.ragged_dot(x, kernel, counts)
@@ -302,7 +302,7 @@ def ragged_products(activation: str, rows: jax.Array, counts: jax.Array, weights
 
 
 def equal_products(activation: str, rows: jax.Array, weights: ExpertWeights) -> jax.Array:
-    """The same where every expert has as many rows: [E, n, h] -> [E, n, h]."""
+    """The experts' outputs if every expert has equally many rows: [E, n, h] -> [E, n, h]."""
 
     def product(x, kernel, bias):
         y = jnp.einsum("enh,ehf->enf", x, kernel)
@@ -333,7 +333,7 @@ TILE, LEAST = 128, 256
 
 
 class Sorted(NamedTuple):
-    """Which of S rows belong to which expert.
+    """The order of S rows by expert.
 
     Attributes:
       row: int32 [S], the rows sorted by expert; behind the last expert's S.
@@ -347,7 +347,7 @@ class Sorted(NamedTuple):
 
 
 def block_sizes(rows: int, expected: int, experts: int, platform: str = "cpu") -> tuple[int, ...]:
-    """The sizes of blocks, growing, for so many rows, of which so many are expected to be filled.
+    """Block sizes, ascending, for a number of rows of which an expected number is filled.
 
     >>> block_sizes(640, 512, 8), block_sizes(80, 64, 8)
     ((16, 32, 64, 80, 96, 128), (16,))
@@ -363,7 +363,7 @@ def block_sizes(rows: int, expected: int, experts: int, platform: str = "cpu") -
 
 
 def little_products(activation: str, rows: jax.Array, order: Sorted, weights: ExpertWeights) -> jax.Array:
-    """What `block_products` returns, by all experts' products of all rows: quickest where these are few."""
+    """The result of `block_products` by all experts' products of all rows: the fastest for few rows."""
     begins = from_zero(order.counts)
     expert = jnp.searchsorted(begins, order.place, side="right", method="compare_all") - 1
     own = (expert == jnp.arange(order.counts.size)[:, None])[:, :, None]
@@ -374,7 +374,7 @@ def little_products(activation: str, rows: jax.Array, order: Sorted, weights: Ex
 def block_products(
     activation: str, sizes: tuple[int, ...], rows: jax.Array, order: Sorted, weights: ExpertWeights
 ) -> jax.Array:
-    """What the experts make of their rows.
+    """The experts' outputs for their rows, block by block.
 
     Args:
       activation: one of `ACTIVATIONS`.
@@ -393,7 +393,7 @@ def block_products(
 
 
 class _Kept(NamedTuple):
-    """What the backward reads again."""
+    """The residuals that the backward reads."""
 
     rows: jax.Array
     gate: jax.Array | None
@@ -404,7 +404,7 @@ class _Kept(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _products(activation, sizes, rows, counts, weights):
-    """Of sorted rows; behind the last expert's anything finite."""
+    """The experts' outputs for sorted rows; rows behind the last expert's hold any finite values."""
     return _products_forward(activation, sizes, rows, counts, weights)[0]
 
 
@@ -476,7 +476,7 @@ _products.defvjp(_products_forward, _products_backward)
 
 
 def _gradients(activation: str, kept: _Kept, grads: jax.Array, size: int, at, count, own: ExpertWeights):
-    """Of a block's rows and of its expert's weights; rows behind the first `count` are another expert's."""
+    """The gradients of a block's rows and its expert's weights; rows from `count` on belong to another expert."""
     part = lambda x: jax.lax.dynamic_slice_in_dim(x, at, size)
     x, gate, up = part(kept.rows), None if kept.gate is None else part(kept.gate), part(kept.up)
     dy = jnp.where(jnp.arange(size)[:, None] < count, part(grads), 0)
@@ -495,14 +495,14 @@ def _gradients(activation: str, kept: _Kept, grads: jax.Array, size: int, at, co
 
 
 def _expert(weights: ExpertWeights, counts: jax.Array, e) -> tuple[ExpertWeights, jax.Array, jax.Array]:
-    """An expert's weights, where its rows begin, and how many they are."""
+    """One expert's weights, the start of its rows and their number."""
     own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, e, keepdims=False), weights)
     begin = jnp.where(jnp.arange(counts.size) < e, counts, 0).sum(dtype=counts.dtype)
     return own, begin, jax.lax.dynamic_index_in_dim(counts, e, keepdims=False)
 
 
 def _cut(sizes: tuple[int, ...], count: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """How many blocks of the largest size an expert's rows take, and how many rows are left for a smaller one.
+    """The number of blocks of the largest size in an expert's rows, and the rows left for a smaller block.
 
     Where all blocks have one size the last one is like the others, whatever rows of the next expert it holds, which that
     expert writes again: one copy of the products is compiled, not two.
@@ -514,13 +514,13 @@ def _cut(sizes: tuple[int, ...], count: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def _nothing(make, like: jax.Array) -> Any:
-    """Zeros of what `make` returns, varying over the ranks as `like` does."""
+    """Zeros shaped as the result of `make`, varying over the ranks as `like` does."""
     shapes = jax.eval_shape(make)
     return jax.tree.map(lambda x: vary(jnp.zeros(x.shape, x.dtype), tuple(varying_axes(like))), shapes)
 
 
 def _by_size(sizes: tuple[int, ...], rows: jax.Array, make) -> Any:
-    """`make` of the smallest size that holds so many rows; zeros for none."""
+    """Call `make` with the smallest size that holds the rows; zeros if there are none."""
     none = lambda: _nothing(lambda: make(sizes[-1]), rows)
     index = jnp.where(rows == 0, 0, 1 + jnp.searchsorted(jnp.asarray(sizes), rows, method="compare_all"))
     return jax.lax.switch(index, [none, *(functools.partial(make, size) for size in sizes)])
@@ -539,7 +539,7 @@ def _padded_first(made: tuple[jax.Array, ExpertWeights], size: int) -> tuple[jax
 
 
 def _written(all: tuple[jax.Array, ...], parts: tuple[jax.Array, ...], at) -> tuple[jax.Array, ...]:
-    """Blocks in their place; the padding of one is written over by the next expert's."""
+    """Write blocks at their place; a block's padding is overwritten by the next expert's rows."""
     put = lambda whole, part: jax.lax.dynamic_update_slice_in_dim(whole, part, at, 0)
     return tuple(put(whole, part) for whole, part in zip(all, parts, strict=True))
 
@@ -566,7 +566,7 @@ LITTLE = 2**18
 
 @dataclass(frozen=True)
 class Dispatch:
-    """How a rank's pairs travel, with every default decided.
+    """How a rank's (token, expert) pairs are sent, with every choice made.
 
     N ranks hold E experts; a rank has T tokens with k pairs each.
 
@@ -593,7 +593,7 @@ class Dispatch:
     def of(
         cls, name: str, *, ranks: int, experts: int, tokens: int, top_k: int, width: int, capacity: int | None
     ) -> "Dispatch":
-        """Decided for a layer's call.
+        """Choose the dispatch for a layer's call.
 
         Args:
           name: one of `DISPATCHES`.
@@ -629,16 +629,16 @@ class Dispatch:
 
     @property
     def local(self) -> int:
-        """E/N, the experts of a rank."""
+        """The number of experts per rank, E/N."""
         return self.experts // self.ranks
 
     def alone(self) -> "Dispatch":
-        """That of the experts of one rank, whose tokens are there."""
+        """The dispatch among the experts of one rank, whose tokens are already there."""
         return replace(self, ranks=1, experts=self.local)
 
 
 def capacity_of(tokens: int, top_k: int, experts: int, factor: float) -> int:
-    """Slots of an expert: ceil(factor * k * T / E), at least one and at most T.
+    """The slots per expert: ceil(factor * k * T / E), at least one and at most T.
 
     >>> capacity_of(64, 2, 8, 1.0), capacity_of(3, 1, 8, 1.0)
     (16, 1)
@@ -657,7 +657,7 @@ LABEL = "axonml.experts"
 
 
 class CameBack(NamedTuple):
-    """What came back.
+    """The results of a dispatch.
 
     Attributes:
       y: [T, h], the weighed sum of each token's outputs.
@@ -669,7 +669,7 @@ class CameBack(NamedTuple):
 
 
 class Index(NamedTuple):
-    """Where tokens go, in integers.
+    """The integers that say where tokens go.
 
     Attributes:
       experts: int32 [T, k]; E for a pair that goes nowhere.
@@ -693,7 +693,7 @@ def through_experts(
     experts: jax.Array,
     weights: ExpertWeights,
 ) -> CameBack:
-    """The outputs of every token's experts, weighed and summed.
+    """Send tokens through their experts; returns the weighted sums of the outputs.
 
     Args:
       how: the dispatch.
@@ -714,7 +714,7 @@ def through_experts(
 
 
 def _exchange(how, activation, axes, x, gates, experts, weights) -> CameBack:
-    """Tokens travel to the ranks of their experts."""
+    """Send tokens to the ranks of their experts, compute there, and send the outputs back."""
     queues = queued(experts, how.experts)
     there, rounds = queues.counts[None], jnp.ones((), jnp.int32)
     if axes and how.capacity is None:
@@ -727,7 +727,7 @@ def _exchange(how, activation, axes, x, gates, experts, weights) -> CameBack:
 
 
 def _gathered(how, activation, axes, x, gates, experts, weights) -> CameBack:
-    """Every rank gets all tokens, and computes its own experts' part of their outputs."""
+    """Gather all tokens on every rank, compute its own experts' part of their outputs, and sum."""
     x, gates, experts = (gather_along(vary(part, axes), axes, 0) for part in (x, gates, experts))
     own = experts - axis_index(axes) * how.local
     own = jnp.where((own >= 0) & (own < how.local), own, how.local)
@@ -757,7 +757,7 @@ def _all_rounds(how, activation, axes, index, x, gates, weights):
 
 
 def _exchange_forward(how, activation, axes, index: Index, x, gates, weights):
-    """The first round keeps what its backward reads; later ones, which uneven loads need, compute it again there."""
+    """Run all rounds; only the first keeps residuals, the others, due to uneven loads, are recomputed in the backward."""
     of = lambda number: functools.partial(_round, how, activation, axes, number, index)
     y, back = jax.vjp(of(0), x, gates, weights)
     step = lambda carry: (carry[0] + 1, carry[1] + of(carry[0])(x, gates, weights))
@@ -785,7 +785,7 @@ def _one(index: Index) -> jax.Array:
 
 
 def _round(how: Dispatch, activation: str, axes: tuple[str, ...], number, index: Index, x, gates, weights) -> jax.Array:
-    """The part of y that one round computes, in the dtype of the gates."""
+    """The part of the output that one round computes, in the dtype of the gates."""
     if how.capacity is not None:
         slots = slots_of_capacity(index.experts, index.queues, how.capacity)
     else:
@@ -798,7 +798,7 @@ def _round(how: Dispatch, activation: str, axes: tuple[str, ...], number, index:
 
 
 def _there_and_back(how: Dispatch, activation, axes, number, index: Index, slots: Slots, rows, weights) -> jax.Array:
-    """What the experts made of the rows in a rank's slots: [N * slots, h] -> [N * slots, h]."""
+    """Send a rank's slots to their experts, compute, and send the outputs back: [N * slots, h] -> [N * slots, h]."""
     if how.capacity is not None:
         width = rows.shape[1]
         there = exchange_along(rows, axes, 0, 0) if axes else rows

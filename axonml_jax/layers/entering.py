@@ -1,4 +1,4 @@
-"""Where a loss's program enters what layers split, or leaves it, without a collective that carries the gradient.
+"""Finds where a loss's program enters or leaves split layers without a collective that carries the gradient correctly.
 
 With `check_vma=True` JAX sums the gradient of a value that is the same on every rank where it meets one that differs, and
 the transpose of a `psum` sums nothing. With `check_vma=False` it does neither: a rank's gradient is then a part of the
@@ -26,7 +26,7 @@ Fault = tuple[str, str]
 
 @dataclass(frozen=True)
 class Flow:
-    """What is known of a value.
+    """The facts about a value that decide whether its gradient is complete.
 
     Attributes:
       trained: whether it is differentiated.
@@ -53,7 +53,7 @@ Border = Callable[[Equation], tuple[bool, str] | None]
 def faults(
     program: Program, axes: Axes, given: Iterable[Axes], trained: Iterable[bool], border: Border = lambda equation: None
 ) -> list[list[str]]:
-    """What is wrong with the gradient of each result, with the user's lines and the remedy; [] is nothing.
+    """The faults in the gradient of each result, with the user's lines and remedies; an empty list for none.
 
     Args:
       program: a traced loss, in a `shard_map` with `check_vma=False`.
@@ -82,7 +82,7 @@ def _rule(border: Border, equation: Equation, operands: list[Flow]) -> list[Flow
 
 
 def _of_own_gradient(equation: Equation, called: Program, operands: list[Flow]) -> list[Flow]:
-    """The results of a call that says its gradient: right by itself, as `copy_to` and `reduce_from` are."""
+    """The flows through a call with a custom derivative, which is taken as right, as `copy_to` and `reduce_from` are."""
     talks: set[str] = set()
     over = differing(called, [flow.differs for flow in operands], lambda each, _: talks.update(each.op.mesh_axes))
     found = reduce(or_, operands, Flow())
@@ -103,7 +103,7 @@ def _of_own_gradient(equation: Equation, called: Program, operands: list[Flow]) 
 
 
 def _of_jax(equation: Equation, operands: list[Flow]) -> list[Flow]:
-    """The results of an equation that JAX differentiates."""
+    """The flows through an equation that JAX differentiates."""
     rule, over = rule_of(equation.name), made_over(equation, [flow.differs for flow in operands])
     if rule.passes:
         return [replace(flow, differs=axes) for flow, axes in zip(operands, over, strict=True)]

@@ -34,7 +34,7 @@ from axonml_jax.strategies.strategy import context_positions
 
 
 class Chosen(NamedTuple):
-    """What a router chose for T tokens among E experts.
+    """A router's choice for T tokens among E experts.
 
     Attributes:
       experts: int32 [T, k], by falling score; equal scores go to the lower index.
@@ -49,7 +49,7 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SoftmaxRouter:
-    """The k experts of the largest probabilities (Shazeer et al. 2017; Mixtral, Qwen3-MoE, gpt-oss).
+    """Chooses the k experts with the largest probabilities (Shazeer et al. 2017; Mixtral, Qwen3-MoE, gpt-oss).
 
     Attributes:
       top_k: k, experts per token.
@@ -66,11 +66,11 @@ class SoftmaxRouter:
 
     @property
     def learns_bias(self) -> bool:
-        """Whether the layer keeps a bias for it."""
+        """Whether the layer keeps a selection bias for this router: never."""
         return False
 
     def problems(self, experts: int) -> list[str]:
-        """Why it cannot choose among so many experts."""
+        """Problems with choosing among so many experts."""
         return _too_few(self.top_k, experts)
 
     def choose(self, scores: jax.Array, bias: jax.Array | None = None, noise: jax.Array | None = None) -> Chosen:
@@ -92,7 +92,7 @@ class SoftmaxRouter:
 
 @dataclass(frozen=True, kw_only=True)
 class SigmoidRouter:
-    """The k experts of the largest sigmoids plus a bias that no gradient trains (DeepSeek-V3, Wang et al. 2024).
+    """Chooses the k largest sigmoids plus a bias that no gradient trains (DeepSeek-V3, Wang et al. 2024).
 
     The bias counts for the choice alone. After every update it grows for experts that got fewer tokens than the mean, and
     falls for the others: bias += bias_rate * sign(mean(counts) - counts).
@@ -132,11 +132,11 @@ class SigmoidRouter:
 
     @property
     def learns_bias(self) -> bool:
-        """Whether the layer keeps a bias for it."""
+        """Whether the layer keeps a selection bias for this router."""
         return self.bias_rate > 0
 
     def problems(self, experts: int) -> list[str]:
-        """Why it cannot choose among so many experts."""
+        """Problems with choosing among so many experts."""
         if experts % self.groups:
             return [f"{experts} experts do not divide into groups={self.groups}"]
         return _too_few(self.top_k, experts * self.top_groups // self.groups)
@@ -196,7 +196,7 @@ MOST_LOADS = 64
 
 
 class RouterValues(NamedTuple):
-    """Of one microbatch, over all ranks that have a part of it; padding counts nowhere.
+    """A router's statistics and losses of one microbatch, over all ranks with a part of it, without padding.
 
     T unmasked tokens chose k of E experts each; n_e of these choices are expert e, and P_e is the mean of its probability.
 
@@ -222,7 +222,7 @@ class RouterValues(NamedTuple):
 def router_values(
     choice: Chosen, scores: jax.Array, mask: jax.Array, kept: jax.Array, rounds: jax.Array
 ) -> RouterValues:
-    """The values of this rank's tokens together with all others'.
+    """The router's values of this rank's tokens together with all other ranks'.
 
     Args:
       choice: of this rank's T tokens.
@@ -271,11 +271,11 @@ LECUN, ZEROS = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
 
 
 class RouterState(nnx.Variable):
-    """What a router keeps between updates."""
+    """A variable that a router keeps between updates."""
 
 
 class ParallelMoE(nnx.Module):
-    """Every token goes through the k experts that its router chooses; their outputs are weighed by its gates and summed.
+    """Sends every token through the k experts that its router chooses, and sums their outputs weighted by its gates.
 
     Experts lie over `axis`, which splits rows of the batch too; where it is not bound, one device computes all. Inside an
     expert features are split over `tensor_axis` as a `ParallelMLP`'s are.
@@ -406,7 +406,7 @@ class ParallelMoE(nnx.Module):
         return (y if self.shared is None else y + self.shared(x)), values
 
     def after_update(self) -> None:
-        """The selection bias follows the counts of all ranks and microbatches (Wang et al. 2024)."""
+        """Update the selection bias from the counts of all ranks and microbatches (Wang et al. 2024)."""
         if self.bias is None or self.counts is None:
             return
         counts = self.counts[...].astype(jnp.float32)
@@ -415,7 +415,7 @@ class ParallelMoE(nnx.Module):
         self.counts[...] = jnp.zeros_like(self.counts[...])
 
     def _scores(self, x: jax.Array, sequence: tuple[str, ...]) -> jax.Array:
-        """[..., s, E] in at least float32, of all tokens of the tensor axis's ranks."""
+        """The router's scores [..., s, E], in at least float32, for the tokens of all ranks of the tensor axis."""
         kernel, bias = self.router.kernel[...], None if self.router.bias is None else self.router.bias[...]
         wide = jnp.promote_types(jnp.result_type(x, kernel), jnp.float32)
         if sequence:
@@ -432,7 +432,7 @@ class ParallelMoE(nnx.Module):
         return self.choose.choose(scores.reshape(-1, self.num_experts), bias, noise)
 
     def _kept(self, choice: Chosen, mask: jax.Array) -> tuple[jax.Array, int | None]:
-        """The experts that pairs go to, E for none, [T, k]; and the slots of an expert, or None."""
+        """The experts of all pairs, E for dropped ones, [T, k]; and the slots per expert, or None."""
         experts = jnp.where(mask.reshape(-1)[:, None], choice.experts, self.num_experts)
         if self.capacity_factor is None or self.deterministic:
             return experts, None
@@ -500,7 +500,7 @@ class ParallelMoE(nnx.Module):
 
 
 def _noise(key: jax.Array, scores: jax.Array) -> jax.Array:
-    """Of [..., s, E], the same at a position however positions are split."""
+    """Noise [..., s, E] that is the same at a position however positions are split."""
     if scores.ndim < 3:
         return jax.random.normal(key, scores.shape, scores.dtype)
     shape = (*scores.shape[:-2], scores.shape[-1])

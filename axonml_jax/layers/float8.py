@@ -1,4 +1,4 @@
-"""Products by parameters in 8-bit floats: which they are, how each is computed, the program with them."""
+"""Products of weights in 8-bit floats: finds them in a program, and computes each with scaled 8-bit operands."""
 
 import functools
 import re
@@ -43,7 +43,7 @@ _EXPONENT = 0x7F800000
 
 
 class Rounded(NamedTuple):
-    """An array in 8 bits, and the power of two that its elements are to be multiplied by."""
+    """An 8-bit array, and the power of two that scales its elements."""
 
     values: jax.Array
     factor: jax.Array
@@ -51,7 +51,7 @@ class Rounded(NamedTuple):
 
 @dataclass(frozen=True)
 class ProductForm:
-    """A product without its operands.
+    """The parameters of a product, without its operands.
 
     Attributes:
       contracted: which dims of the left operand are summed over with which dims of the right one.
@@ -76,7 +76,7 @@ def float8_product(form: ProductForm, left: jax.Array, right: jax.Array) -> jax.
 
 
 def rounded(x: jax.Array, dtype: Any) -> Rounded:
-    """An array in 8 bits. With an element that is not finite all are NaN, once they are multiplied by their factor.
+    """Round an array to 8 bits; if an element is not finite, all become NaN by the scale.
 
     Args:
       x: floating, of any shape.
@@ -119,7 +119,7 @@ def _backward(form, saved, grad):
 
 
 def _partners(own: tuple[int, ...], others: tuple[int, ...]) -> list[int]:
-    """The dims that some dims are summed over with, in the order of the latter."""
+    """The dims that are contracted with the given dims, in the order of the latter."""
     return [other for _, other in sorted(zip(own, others, strict=True))]
 
 
@@ -164,7 +164,7 @@ _FEATURES = frozenset(LAYER_AXES) - {"expert"}
 
 @dataclass(frozen=True)
 class _Known:
-    """What is known of a value.
+    """What is known of a value about the parameters in it.
 
     Attributes:
       data: whether it depends on anything but parameters and constants.
@@ -187,7 +187,7 @@ _NOTHING = _Known()
 
 @dataclass(frozen=True, eq=False)
 class WeightProducts:
-    """The products by parameters in a program.
+    """The products of a program that multiply by parameters.
 
     Attributes:
       rounding: those that may round their operands.
@@ -202,7 +202,7 @@ class WeightProducts:
     split: tuple[str, ...]
 
     def within(self, equation: Equation) -> bool:
-        """Whether there are some of the first in an equation's bodies."""
+        """Whether an equation's bodies contain products that are to be rounded."""
         return any(each in self.rounding or self.within(each) for body in equation.bodies for each in body.equations)
 
     def __str__(self) -> str:
@@ -216,7 +216,7 @@ class WeightProducts:
 def weight_products(
     program: Program, names: Sequence[str | None], stay: Callable[[frozenset[str]], str | None]
 ) -> WeightProducts:
-    """The products by parameters in a program.
+    """Find the products of a program that multiply by parameters.
 
     Args:
       program: of a loss, or of a model's call.
@@ -244,7 +244,7 @@ def weight_products(
 
 
 def _in_groups(names: Sequence[str]) -> str:
-    """Names, those together that differ in numbers only.
+    """Format names, with those that differ only in numbers grouped.
 
     >>> _in_groups(["blocks/0/up", "blocks/1/up", "head"])
     'blocks/*/up (2), head'
@@ -256,7 +256,7 @@ def _in_groups(names: Sequence[str]) -> str:
 
 
 class _Finder:
-    """Follows values through a program.
+    """Finds products by parameters by following values through a program.
 
     Attributes:
       products: every product by parameters, and those parameters.
@@ -268,7 +268,7 @@ class _Finder:
         self._choosing: set[Equation] = set()
 
     def rule(self, equation: Equation, operands: list[_Known]) -> list[_Known]:
-        """What is known of an equation's results."""
+        """The facts about an equation's results."""
         joined = _joined(operands)
         if equation.name in _CHOOSING:
             self._choosing |= operands[0].last
@@ -283,11 +283,11 @@ class _Finder:
         return [joined] * len(equation.outputs) if inner is None else inner
 
     def is_followed(self, equation: Equation) -> bool:
-        """Whether a product's results are multiplied by parameters again."""
+        """Whether a product's result is later multiplied by parameters again."""
         return equation in self._followed
 
     def obstacle(self, equation: Equation) -> str | None:
-        """Why a product stays as it is, or None."""
+        """Why a product is not rounded; None if it is."""
         if _closed(equation):
             return "inside of an operation with a backward of its own"
         if equation.name != "dot_general" or any(equation.op.contraction.batched):
@@ -311,12 +311,12 @@ def _joined(operands: Sequence[_Known]) -> _Known:
 
 
 def _closed(equation: Equation) -> bool:
-    """Whether its bodies must stay what they are."""
+    """Whether an equation's bodies must not be changed."""
     return bool(equation.bodies) and (equation.name.startswith("custom_") or equation.op.chooses_by_platform)
 
 
 def _multiplies(equation: Equation) -> bool:
-    """Whether it is a product, or has one in bodies that stay closed."""
+    """Whether an equation is a product, or has one in bodies that must not be changed."""
     if equation.name in _PRODUCTS:
         return True
     return _closed(equation) and any(_has_product(body) for body in equation.bodies)
@@ -328,18 +328,18 @@ def _has_product(program: Program) -> bool:
 
 
 def _is_a_layers(equation: Equation) -> bool:
-    """Whether it is of a parallel layer, which has a plain product there on one device."""
+    """Whether an equation belongs to a parallel layer, which has a plain product in its place on one device."""
     return _closed(equation) and (SCOPE in str(equation.op.scopes) or any(map(_swaps, equation.bodies)))
 
 
 def _swaps(program: Program) -> bool:
-    """Whether ranks along which layers split features swap values in it."""
+    """Whether a program communicates along axes that split features."""
     swaps = lambda each: rule_of(each.name).sends is not None and _FEATURES.intersection(each.op.mesh_axes)
     return any(swaps(each) or any(map(_swaps, each.bodies)) for each in program.equations)
 
 
 def _exact(precision: Any) -> bool:
-    """Whether a product asks for more than the platform's usual precision."""
+    """Whether a product asks for more than the platform's default precision."""
     asked = precision if isinstance(precision, tuple) else (precision,)
     return any(each not in (None, jax.lax.Precision.DEFAULT) for each in asked)
 
@@ -357,7 +357,7 @@ _recorded: ContextVar[dict[str, None] | None] = ContextVar("recorded", default=N
 
 @contextmanager
 def recorded_products() -> Iterator[dict[str, None]]:
-    """Collects what is said of products by parameters in programs that are traced in the block, each text once."""
+    """Collect the descriptions of weight products in programs traced in the block, each once."""
     token = _recorded.set(seen := {})
     try:
         yield seen
@@ -366,7 +366,7 @@ def recorded_products() -> Iterator[dict[str, None]]:
 
 
 def reading_float8(fun: Callable, precision: Precision, variables: Variables, *args: Any) -> Any:
-    """`fun(variables, *args)`, with products by parameters computed as `precision` says.
+    """Call `fun(variables, *args)` with products by parameters rounded as `precision` says.
 
     Args:
       fun: returns a pytree; leaves that are no arrays are handed through.
@@ -436,14 +436,14 @@ def _check(found: WeightProducts) -> None:
 
 
 def _has_units(platform: str) -> bool:
-    """Whether the devices of a platform multiply floats of 8 bits; of GPUs whether this process's do."""
+    """Whether a platform's devices multiply 8-bit floats; for GPUs, whether this process's do."""
     capability = str(getattr(jax.local_devices()[0], "compute_capability", "")) if platform == "cuda" else ""
     return re.fullmatch(r"\d+\.\d+", capability) is not None and float(capability) >= _CAPABLE
 
 
 @functools.lru_cache
 def _say(found: str, platform: str, native: bool) -> None:
-    """Once for each."""
+    """Log the products that were found, once for each text."""
     logger.info("products='fp8':\n%s", found)
     if not native:
         _warn(platform)

@@ -1,4 +1,4 @@
-"""Attention of others' models, found in their program, across the ranks of `context`."""
+"""Attention in other people's models, recognised in their programs, computed across the ranks of `context`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +43,7 @@ from axonml_jax.strategies.strategy import Method
 
 
 def across_problem(found: FoundAttention, ranks: int) -> str | None:
-    """Why `context_attention` does not compute a found attention; None where it does."""
+    """Why `context_attention` cannot compute a recognised attention; None if it can."""
     sizes = found.sizes
     if min(sizes["query"], sizes["key"]) < ranks:
         return f"{sizes['query']} queries or {sizes['key']} keys are fewer than {ranks} ranks"
@@ -59,7 +59,7 @@ def across_problem(found: FoundAttention, ranks: int) -> str | None:
 def options_of(
     found: FoundAttention, given: Reads, padded: bool = False
 ) -> tuple[dict[str, Any], tuple[jax.Array, ...], Any]:
-    """Options of `context_attention`, the arrays that they read, and the dropout's key.
+    """The options of `context_attention`, the arrays that they read, and the dropout's key.
 
     Blocks are left out where positions alone hide them. Where other rules hide keys too, a query might see none, and what
     softmax then makes of it depends on all of them: then no block is left out.
@@ -111,7 +111,7 @@ def _operands(found: FoundAttention):
 
 
 def _modify(found: FoundAttention, operands: list[Operand], padded: bool) -> Callable[..., jax.Array]:
-    """The changes of a block's scores [b, h, x, y], in their order; with `padded` keys behind the last one are hidden."""
+    """A function that changes a block's scores [b, h, x, y] as the model does; with `padded` it hides keys behind the last."""
 
     def modify(scores: jax.Array, where: Where, *arrays: jax.Array) -> jax.Array:
         held = dict(zip(operands, arrays, strict=True))
@@ -140,7 +140,7 @@ def _modify(found: FoundAttention, operands: list[Operand], padded: bool) -> Cal
 
 
 def _of_block(x: jax.Array, operand: Operand, where: Where) -> jax.Array:
-    """An operand's part for a block: dims over heads, queries and keys that are not of size 1 are taken along."""
+    """An operand's part for a block: dims over heads, queries and keys are indexed unless their size is 1."""
     places = {"head": where.heads, "member": where.heads, "query": where.queries, "key": where.keys}
     for dim, labels in enumerate(operand.layout):
         if labels and labels[0] in places and x.shape[dim] > 1:
@@ -149,7 +149,7 @@ def _of_block(x: jax.Array, operand: Operand, where: Where) -> jax.Array:
 
 
 def _draws_alike(found: FoundAttention) -> bool:
-    """Whether its dropout is `bernoulli` of what `WeightsDropout` names, scaled by what is kept."""
+    """Whether its dropout is a `bernoulli` that `WeightsDropout` can draw, with the usual scaling."""
     drop = found.dropout
     if drop is None or drop.rate is None or drop.rate >= 1 or _dropout_dims(found) is None:
         return False
@@ -160,7 +160,7 @@ def _draws_alike(found: FoundAttention) -> bool:
 
 
 def _dropout_dims(found: FoundAttention) -> tuple[tuple[str, int], ...] | None:
-    """The dims of the drawn mask as `WeightsDropout` names them; None where they are others."""
+    """The dims of the drawn mask as `WeightsDropout` names them; None if it cannot."""
     assert found.dropout is not None
     names, dims = {"batch": "row", "query": "query", "key": "key", "head": "head"}, []
     for index, size in zip(found.dropout.bit_dims, found.dropout.bits, strict=True):
@@ -185,7 +185,7 @@ def _dropout_dims(found: FoundAttention) -> tuple[tuple[str, int], ...] | None:
 
 
 def attending_across(fun: Callable[..., Any], axis: str, method: Method, *, check_vma: bool) -> Callable[..., Any]:
-    """`fun` with the attention that is recognised in it computed by `context_attention` over a mesh axis.
+    """Wrap `fun` so that attention recognised in it is computed by `context_attention` over a mesh axis.
 
     Args:
       fun: takes pytrees of arrays and returns one. It is traced on whole sequences, inside `shard_map` over other axes than
@@ -221,7 +221,7 @@ def attending_across(fun: Callable[..., Any], axis: str, method: Method, *, chec
 
 
 def splittable(found: Recognised, ranks: int) -> list[FoundAttention]:
-    """Those attentions that `context_attention` computes as they are told."""
+    """The recognised attentions that `context_attention` can compute."""
     return [each for each in found.replaceable if across_problem(each, ranks) is None]
 
 
@@ -235,7 +235,7 @@ def _attend(
     method: Method,
     check_vma: bool,
 ) -> jax.Array:
-    """[batch, query, heads, size] and so on of whole sequences -> [batch, query, heads, value].
+    """Attention of full sequences, [batch, query, heads, size] -> [batch, query, heads, value], split over the axis inside.
 
     Positions that do not divide over the ranks, as where a loss calls the model on all tokens but the last, are padded.
     """
@@ -262,6 +262,6 @@ def _attend(
 
 
 def _padded(x: jax.Array, ranks: int) -> jax.Array:
-    """x [b, s, ...] with zeros behind, until its positions divide over the ranks."""
+    """Pad x [b, s, ...] with zeros until its positions divide over the ranks."""
     missing = -x.shape[1] % ranks
     return jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)]) if missing else x

@@ -1,4 +1,4 @@
-"""What of a step is bound by memory, in one pass each way on GPUs: norms, GELU, cut products, cross entropy.
+"""Memory-bound operations in one pass each way on GPUs: norms, GELU, split products, cross entropy.
 
 Each operation has a plain form in `jax.numpy`, which is what every other platform gets, and kernels
 (`layers/fused_kernels.py`) with the same results and gradients up to rounding. Which of them a program gets is decided while
@@ -24,7 +24,7 @@ _asked: ContextVar[str] = ContextVar("kernels", default="auto")
 
 @contextmanager
 def asking_for(kernels: str) -> Iterator[None]:
-    """Within this context operations take the form that a plan's `kernels` asks for."""
+    """Within this context operations take the form that a plan's `kernels` names."""
     token = _asked.set(kernels)
     try:
         yield
@@ -33,7 +33,7 @@ def asking_for(kernels: str) -> Iterator[None]:
 
 
 def chosen(x: jax.Array, *, features: int = MOST_FEATURES) -> Literal["xla", "triton", "interpret"]:
-    """Which form an operation on x [..., n] takes here.
+    """The form of an operation on x [..., n] here: "xla", "triton" or "interpret".
 
     A kernel is opaque to XLA's partitioner, so there is one only where every axis of the mesh is manual. On GPUs x has 16
     bits: kernels take the hardware's approximate functions, whose errors are finer than those of such results.
@@ -58,7 +58,7 @@ _apart: ContextVar[bool] = ContextVar("apart", default=False)
 
 @contextmanager
 def products_apart() -> Iterator[None]:
-    """Within this context each weight has a product of its own: for who looks for those in the program (LoRA, float8)."""
+    """Within this context each weight has its own product, for code that searches the program for them (LoRA, float8)."""
     token = _apart.set(True)
     try:
         yield
@@ -67,7 +67,7 @@ def products_apart() -> Iterator[None]:
 
 
 def one_product(x: jax.Array) -> str:
-    """As `chosen`, for operations that start from one product of x with several weights, or from one without its bias."""
+    """As `chosen`, for operations that begin with one product of x with several weights, or with one that omits its bias."""
     return "xla" if _apart.get() else chosen(x)
 
 
@@ -89,7 +89,7 @@ def _alike(*arrays: jax.Array) -> list[jax.Array]:
 def norm_beside(
     x: jax.Array, scale: jax.Array, shift: jax.Array | None, *, epsilon: float, centers: bool, form: str
 ) -> tuple[jax.Array, jax.Array]:
-    """(norm of x, x), where what comes back to x has both gradients in one pass over it.
+    """Returns (norm of x, x), such that one pass computes both gradients of x.
 
     Args:
       x: [..., n].
@@ -110,7 +110,7 @@ def norm_beside(
 def norm(
     x: jax.Array, scale: jax.Array, shift: jax.Array | None, *, epsilon: float, centers: bool, form: str
 ) -> jax.Array:
-    """The norm alone; arguments as of `norm_beside`."""
+    """The norm of x; arguments as for `norm_beside`."""
     more = [] if shift is None else [shift]
     (y,) = _norm((epsilon, centers, form == "interpret", False), *_alike(_flat(x), scale, *more))
     return y.reshape(x.shape)
@@ -149,7 +149,7 @@ _norm.defvjp(_norm_forward, _norm_backward)
 
 
 def bias_gelu(u: jax.Array, bias: jax.Array, *, form: str) -> jax.Array:
-    """gelu(u + bias), the tanh form, of which u alone is kept for the backward: [..., n] and [n] -> [..., n]."""
+    """gelu(u + bias), the tanh form; only u is kept for the backward: [..., n] and [n] -> [..., n]."""
     return _gelu(form == "interpret", *_alike(_flat(u), bias)).reshape(u.shape)
 
 
@@ -177,7 +177,7 @@ _gelu.defvjp(lambda interpret, u, bias: (_gelu(interpret, u, bias), (u, bias)), 
 
 
 def biased_parts(z: jax.Array, bias: jax.Array, sizes: Sequence[int], *, form: str) -> tuple[jax.Array, ...]:
-    """z + bias, cut along the last dim: [..., n] and [n] -> [..., each size], which add up to n."""
+    """z + bias, split along the last dim: [..., n] and [n] -> [..., each size]; the sizes add up to n."""
     parts = _parts((tuple(sizes), form == "interpret"), *_alike(_flat(z), bias))
     return tuple(part.reshape(*z.shape[:-1], -1) for part in parts)
 
@@ -205,7 +205,7 @@ _parts.defvjp(lambda rules, z, bias: (_parts(rules, z, bias), bias[:0]), _parts_
 
 
 def softmax_stats(logits: jax.Array, targets: jax.Array, *, form: str) -> tuple[jax.Array, jax.Array]:
-    """Of each row of logits [..., v] the log of the sum of exponentials, and the logit of its target, in float32.
+    """For each row of logits [..., v], the log of the sum of exponentials and the target's logit, in float32.
 
     Args:
       logits: [..., v].

@@ -1,4 +1,4 @@
-"""The kernels of `layers/fused.py` in Pallas: what of a step is bound by memory, in one pass over it each way.
+"""The Pallas kernels of `layers/fused.py`: memory-bound operations in one pass each way.
 
 r rows, n features, v words. A program of a kernel takes tiles of whole rows; a tile's width is the power of two at or above
 theirs. Sums over rows (gradients of scales and biases) are written program by program and added by XLA: the same in every run.
@@ -26,7 +26,7 @@ SCALE, CUBIC = 0.7978845608028654, 0.044715
 
 
 def width_of(n: int) -> int:
-    """The power of two at or above n."""
+    """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
@@ -35,7 +35,7 @@ def _steps(n: int) -> jax.Array:
 
 
 def _trips(total: int, first: Any, programs: int) -> Any:
-    """How many of `total` a program has that takes every `programs`th from its `first`."""
+    """How many of `total` items a program handles that takes every `programs`th from its `first`."""
     return jax.lax.div(jnp.int32(total + programs - 1) - first, jnp.int32(programs))
 
 
@@ -48,7 +48,7 @@ def _rows_of(n: int) -> int:
 
 
 def _tile(first: Any, rows: int, n: int, total: int) -> tuple[Any, Any, Any]:
-    """Where a tile of rows is, and which of its elements exist."""
+    """The row and column indices of a tile, and the mask of its elements that exist."""
     r, c = first * rows + _steps(rows), _steps(width_of(n))
     return r, c, (r < total)[:, None] & (c < n)[None, :]
 
@@ -62,7 +62,7 @@ def _wide(ref: Any, r: Any, c: Any, inside: Any) -> jax.Array:
 
 
 def _row(ref: Any, c: Any, n: int) -> jax.Array:
-    """One row of features, to be added to or multiplied with a tile."""
+    """Load one row of features, broadcastable against a tile."""
     return load(ref, c, c < n).astype(F32)[None, :]
 
 

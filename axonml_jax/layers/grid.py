@@ -38,7 +38,7 @@ WEIGHT_DIM = -2
 
 @dataclass(frozen=True)
 class Grid:
-    """Which mesh axis splits what of a layer.
+    """The mesh axes that split a 3-D layer's input features, output features, and batch.
 
     Attributes:
       into: the axis that splits input features; the partial outputs are summed over it.
@@ -57,12 +57,12 @@ class Grid:
         return Grid(row, col, depth) if transpose else Grid(col, row, depth)
 
     def weight(self, ndim: int = 2) -> PartitionSpec:
-        """How weights [..., i, o] are split: i over `into` and then `depth`, o over `out`."""
+        """The spec of weights [..., i, o]: i over `into` and then `depth`, o over `out`."""
         return PartitionSpec(*[None] * (ndim - 2), (self.into, self.depth), self.out)
 
     @property
     def bias(self) -> PartitionSpec:
-        """How a bias [o] is split."""
+        """The spec of a bias [o]."""
         return PartitionSpec(self.out)
 
     @property
@@ -95,7 +95,7 @@ class Grid:
         overlap: bool = False,
         prefetch: Prefetch | None = None,
     ) -> tuple[jax.Array, ...]:
-        """`fn(x, weights)` with the weights whole over `depth`, each result summed over `into`.
+        """Compute `fn(x, weights)` with the weights gathered over `depth`, each result summed over `into`.
 
         Args:
           fn: the layers' arithmetic on a rank's features of x and its blocks of the weights: as many results.
@@ -195,7 +195,7 @@ class ParallelLinear(nnx.Linear):
         return self.grid.gather_output(y) if self.gather_output else y
 
     def checked(self) -> tuple[jax.Array, jax.Array | None]:
-        """This rank's block of the kernel, and of the bias."""
+        """This rank's blocks of the kernel and the bias, with their shapes checked."""
         name, grid = f"ParallelLinear({self.in_features}, {self.out_features})", self.grid
         kernel, bias = own_part(self.kernel), None if self.bias is None else own_part(self.bias)
         check_shard(f"{name} kernel", kernel, (self.in_features, self.out_features), grid.weight())
@@ -206,7 +206,7 @@ class ParallelLinear(nnx.Linear):
 def grid_outputs(
     layers: Sequence[ParallelLinear], x: jax.Array, *, prefetch: Prefetch | None = None
 ) -> tuple[jax.Array, ...]:
-    """Each rank's output features of several layers on one grid that read the same x, which enters once.
+    """This rank's output features of several layers on one grid that read the same x, which enters the region once.
 
     Communicates: what `Grid.products` does, and with `scatter_input` an all-gather of x's gradient over col.
     """
@@ -343,7 +343,7 @@ class ParallelConv(nnx.Conv):
         return (nnx.Conv.__call__(substitute(self, **own), x),)
 
     def _own_groups(self, x: jax.Array) -> jax.Array:
-        """[..., i] -> [..., i/(into out)]: of this rank's groups the channels that its kernel block reads."""
+        """[..., i] -> [..., i/(into out)]: the channels of this rank's groups that its kernel block reads."""
         grouped = x.reshape(*x.shape[:-1], self.feature_group_count, -1)
         out, into = bound(self.grid.out), bound(self.grid.into)
         grouped = split_to(grouped, out, -2) if out else grouped
@@ -357,7 +357,7 @@ class ParallelConv(nnx.Conv):
 
 
 class ParallelEmbedding(nnx.Embed):
-    """Rows of a [v, f] table split over three axes: v over col and depth, f over row. Ids are split over depth.
+    """A [v, f] table split over three axes: v over col and depth, f over row. Ids are split over depth.
 
     Where none of the axes is bound it is `nnx.Embed`.
 
@@ -431,7 +431,7 @@ class ParallelEmbedding(nnx.Embed):
         gather_output: bool | None = None,
         prefetch: Prefetch | None = None,
     ) -> jax.Array:
-        """Logits of every row by its product with the query: the tied output layer.
+        """Logits of every row by its product with the query, as a tied output layer.
 
         Args:
           query: [..., f], the same over row and col; [..., f/row] without `scatter_input`.

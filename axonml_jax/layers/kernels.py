@@ -1,4 +1,4 @@
-"""Attention kernels: which one fits a shape and a platform, and how it is called."""
+"""Attention kernels: which one fits a shape and a platform, and how to call it."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -32,7 +32,7 @@ def attention_kernel(
     sinks: bool = False,
     softcap: bool = False,
 ) -> str:
-    """Which form of attention runs: "xla", "blocks", "splash" or "cudnn".
+    """The form of attention to run: "xla", "blocks", "splash" or "cudnn".
 
     Args:
       asked: one of `ATTENTIONS`. "auto" takes the kernel of the platform that is compiled for where it applies.
@@ -64,7 +64,7 @@ def attention_kernel(
 
 
 def in_context(asked: str) -> str:
-    """The form of attention where positions are split over ranks, as `context_attention` takes it.
+    """The form of attention for `context_attention`, where positions are split over ranks.
 
     Raises:
       ValueError: where the einsums were asked for by name.
@@ -78,7 +78,7 @@ def in_context(asked: str) -> str:
 
 
 def worth_blocks(platform: str | None, length: int, positions: int) -> bool:
-    """Whether attention of so many queries to so many keys runs block by block where no kernel does; None: no platform.
+    """Whether attention of these sizes runs block by block on a platform where no kernel applies.
 
     From 256 on CPU, where they are faster than the einsums as measured; from 2,048 on TPU and GPU, for memory's sake: scores of
     2,048 positions are larger than all else that a block of heads of 128 keeps.
@@ -92,12 +92,12 @@ def kernel_of(platform: str | None) -> str | None:
 
 
 def shape_obstacles(name: str, dtype: Any, length: int, positions: int, size: int) -> Iterator[str]:
-    """What of dtype, queries, keys and head size a kernel does not take; nothing where it takes them."""
+    """Yield why a kernel does not accept the dtype, the numbers of queries and keys, or the head size."""
     yield from (_splash_shapes if name == "splash" else _cudnn_shapes)(dtype, length, positions, size)
 
 
 def target_platform(mesh: Mesh | None = None) -> str:
-    """What is compiled for: a mesh's platform, or that of the mesh around this code, else the default backend.
+    """The platform to compile for: of a mesh, or the mesh around this code, else the default backend's.
 
     JAX's "gpu" reads "cuda" here.
     """
@@ -117,7 +117,7 @@ def fused_attention(
     scale: float | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """Attention by "splash" or "cudnn"; what is kept for the backward grows with s, not with s * t.
+    """Attention by "splash" or "cudnn"; the residuals grow with s, not with s * t.
 
     Args:
       kernel: see `attention_kernel`, which has to be asked first.
@@ -160,7 +160,7 @@ def _splash(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """[b, s, n, d] -> [b, s, n, d]. The kernel does not scale scores, so that the query is scaled before."""
+    """[b, s, n, d] -> [b, s, n, d] by splash, which does not scale scores, so that the query is scaled before."""
     query = (query * (query.shape[-1] ** -0.5 if scale is None else scale)).astype(query.dtype)
     heads_first: list[Any] = [x.swapaxes(1, 2) for x in (query, key, value)]
     sizes = query.shape[2], query.shape[1], key.shape[1]
@@ -176,7 +176,7 @@ def _splash(
 def _splash_kernel(
     heads: int, length: int, positions: int, causal: bool, window: int | None, softcap: float | None, interpret: bool
 ) -> Any:
-    """Splash attention for one shape. Its tables of blocks are made once, as NumPy arrays: no trace may keep them."""
+    """The splash kernel for one shape. Its block tables are made once, as NumPy arrays: no trace may keep them."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -214,7 +214,7 @@ def obstacles(
     softcap: bool,
     positions: int | None = None,
 ) -> Iterator[str]:
-    """Why a kernel does not apply; its arguments are those of `attention_kernel`.
+    """Yield why a kernel does not apply; its arguments are those of `attention_kernel`.
 
     `positions` are how many keys are read at once, where it is another number than there are in `key`.
     """
@@ -261,7 +261,7 @@ def _cudnn_shapes(dtype: Any, length: int, positions: int, size: int) -> Iterato
 
 
 def _alone() -> bool:
-    """Whether this code runs on one device's part of everything: no axis is left to the partitioner."""
+    """Whether no axis is left to the partitioner, so that this code sees one device's part of everything."""
     mesh = mesh_around()
     if mesh.empty:
         return jax.device_count() == 1

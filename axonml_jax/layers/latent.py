@@ -1,4 +1,4 @@
-"""Attention whose keys and values are made of a latent (DeepSeek-V2 and V3)."""
+"""Multi-head latent attention, whose keys and values are computed from a latent (DeepSeek-V2 and V3)."""
 
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -25,7 +25,7 @@ from axonml_jax.strategies.strategy import context_positions
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LatentCache:
-    """Of every position its latent and the turned key, for all heads together (b batch, t positions it has room for).
+    """The latent and the rotary key of each position, shared by all heads (b batch, t capacity).
 
     Attributes:
       latent: [b, t, r], normed; keys and values of all heads are made of it.
@@ -40,7 +40,7 @@ class LatentCache:
     starts: jax.Array | None = None
 
     def extended(self, latent: jax.Array, turned: jax.Array) -> "LatentCache":
-        """With s more positions, [b, s, r] and [b, s, d]; the caller sees to it that there is room."""
+        """The cache with s more positions, [b, s, r] and [b, s, d]; the caller must ensure that there is room."""
         write = lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), self.length, axis=1)
         both = write(self.latent, latent), write(self.turned, turned)
         return LatentCache(*both, self.length + latent.shape[1], self.starts)
@@ -52,7 +52,7 @@ class LatentCache:
 
 
 class WholeLinear(nnx.Linear):
-    """`nnx.Linear` without a bias, outside of the region in which features are split.
+    """An `nnx.Linear` without bias that every rank computes in full, outside the region in which features are split.
 
     Args:
       in_features: size i of the input's last dim.
@@ -80,7 +80,7 @@ class WholeLinear(nnx.Linear):
         self.sequence_parallel, self.axis = sequence_parallel, axis
 
     def __call__(self, x: jax.Array, out_sharding=None) -> jax.Array:
-        """[..., i] -> [..., o]; `out_sharding` as `nnx.Linear`."""
+        """Apply the layer, [..., i] -> [..., o]; `out_sharding` as for `nnx.Linear`."""
         layer, axes = self, bound(self.axis)
         if axes and self.sequence_parallel:
             layer = substitute(self, kernel=outside(self.kernel[...], axes, sequence=True))
@@ -93,7 +93,7 @@ class WholeLinear(nnx.Linear):
 
 
 class LatentAttention(nnx.Module):
-    """Causal self-attention of heads whose keys and values are made of one latent of each position (DeepSeek-V2, 2024).
+    """Causal self-attention whose keys and values are computed from one latent per position (DeepSeek-V2, 2024).
 
     A position's latent is normed, and every head makes a key and a value of it; a second part of the key is turned with the
     position and is the same for all heads. Queries may be made of a latent of their own. Latents are whole on every rank of
@@ -169,7 +169,7 @@ class LatentAttention(nnx.Module):
         self.dropout = ParallelDropout(dropout, dim=-3, axis=axis, rngs=rngs if dropout else None)
 
     def __call__(self, x: jax.Array, *, prefetch: Prefetch | None = None, packed: Packed = WHOLE) -> jax.Array:
-        """Attend.
+        """Apply the layer.
 
         Args:
           x: [..., s, h], the same on every rank; [..., s/n, h] with `sequence_parallel`.
@@ -192,7 +192,7 @@ class LatentAttention(nnx.Module):
         return self.out(mixed.reshape(*mixed.shape[:-2], -1))
 
     def cache_specs(self, rows: Any, heads: str | None, padded: bool = False) -> LatentCache:
-        """How a cache lies on a mesh: a PartitionSpec for each of its arrays, which are whole whatever splits heads.
+        """The PartitionSpecs of a cache's arrays on a mesh; they are never split over heads.
 
         Args:
           rows: the axes that split sequences, as an entry of a spec.
@@ -204,7 +204,7 @@ class LatentAttention(nnx.Module):
         return LatentCache(part, part, length, part if padded else None)
 
     def empty_cache(self, batch: int, room: int, starts: jax.Array | None = None) -> LatentCache:
-        """A cache with room for so many positions.
+        """An empty cache with room for `room` positions.
 
         Args:
           batch: rows.
@@ -217,7 +217,7 @@ class LatentAttention(nnx.Module):
         return LatentCache(latent, turned, jnp.zeros((), jnp.int32), starts)
 
     def extend(self, x: jax.Array, cache: LatentCache) -> tuple[jax.Array, LatentCache]:
-        """The same for s more positions after those in a cache, without making the keys and values of these.
+        """Apply the layer to s more positions after those in a cache, without computing the cached keys and values.
 
         What would make keys of latents goes into the queries, and what makes values comes after the mixing: all heads read the
         latents themselves, as if they were one head's keys and values ("absorbed", DeepSeek-V2).
@@ -245,19 +245,19 @@ class LatentAttention(nnx.Module):
         return self.out(mixed.reshape(*mixed.shape[:-2], -1)), cache
 
     def _queries(self, x: jax.Array, start: int | jax.Array, positions: jax.Array | None):
-        """[..., s, n, plain_size] and, turned, [..., s, n, rotary_size] of this rank's heads."""
+        """The plain and rotated parts of this rank's queries, [..., s, n, plain_size] and [..., s, n, rotary_size]."""
         if self.query_down is not None and self.query_norm is not None:
             x = self.query_norm(self.query_down(x))
         plain, turned = jnp.split(self._per_head(self.query(x)), [self.latent.plain_size], axis=-1)
         return plain, self._turned(turned, start, positions)
 
     def _latents(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of x's positions: [..., s, r], normed, and the key that heads share, [..., s, d], not yet turned."""
+        """The normed latents of x's positions, [..., s, r], and the shared key [..., s, d] before its rotation."""
         latent, shared = jnp.split(self.key_value_down(x), [self.latent.kv_rank], axis=-1)
         return self.key_value_norm(latent), shared
 
     def _entered(self, shared: jax.Array) -> jax.Array:
-        """What heads share, as every rank reads it: of all positions."""
+        """The shared key on every rank, of all positions."""
         if not (axes := bound(self.axis)):
             return shared
         if self.sequence_parallel:
@@ -265,12 +265,12 @@ class LatentAttention(nnx.Module):
         return copy_to(shared, axes)
 
     def _turned(self, x: jax.Array, start: int | jax.Array, positions: jax.Array | None) -> jax.Array:
-        """[..., s, n, d], of which dims 2i and 2i + 1 are a pair; the result has the pairs' first dims before the second."""
+        """Rotate [..., s, n, d], whose dims 2i and 2i + 1 are a pair; in the result all first dims precede the second ones."""
         pairs = x.reshape(*x.shape[:-1], -1, 2)
         positions = start + context_positions(x.shape[-3]) if positions is None else positions
         return rotate(pairs.swapaxes(-1, -2).reshape(x.shape), self.rope_theta, positions, self.rope_scaling)
 
     def _per_head(self, x: jax.Array) -> jax.Array:
-        """[..., n * d] -> [..., n, d] of this rank's heads."""
+        """Split [..., n * d] into this rank's heads, [..., n, d]."""
         heads = self.num_heads // degree(self.axis)
         return x.reshape(*x.shape[:-1], heads, -1)

@@ -1,4 +1,4 @@
-"""Megatron's 1-D layers: columns, rows, embeddings, sequence parallelism, dropout."""
+"""Megatron's 1-D layers: column and row linear layers, embeddings, norms, sequence parallelism, dropout."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ from axonml_jax.strategies.strategy import context_positions, current_split
 
 
 class ParallelDropout(nnx.Dropout):
-    """`nnx.Dropout` with a key for every index of one dim, such as every head or every position of the sequence.
+    """An `nnx.Dropout` with its own key for every index of one dim, such as every head or position.
 
     Each rank draws the masks of its own indices, and any number of ranks draws the same masks.
 
@@ -57,7 +57,7 @@ class ParallelDropout(nnx.Dropout):
         self.dim, self.axis, self.holds_positions = dim, axis, positions
 
     def __call__(self, inputs: jax.Array, *, deterministic: bool | None = None, rngs=None) -> jax.Array:
-        """Arguments as `nnx.Dropout` takes them."""
+        """Apply dropout; arguments as for `nnx.Dropout`."""
         off = self.deterministic if deterministic is None else deterministic
         if self.rate in (0.0, 1.0) or off:
             return super().__call__(inputs, deterministic=off, rngs=rngs)
@@ -166,7 +166,7 @@ class ColumnParallelLinear(nnx.Linear):
         return gather_from(y, axes)[..., : self.out_features] if self.pads else gather_from(y, axes)
 
     def columns(self) -> tuple[jax.Array, jax.Array | None]:
-        """The kernel and the bias that this rank multiplies with, each with the gradient its split asks for."""
+        """The kernel and the bias that this rank multiplies with, each with the gradient that its split needs."""
         kernel, bias = own_part(self.kernel), None if self.bias is None else own_part(self.bias)
         if self.units is not None and self.units.whole_on(degree(self.axis)):
             return self._of_own_unit(kernel), None if bias is None else self._of_own_unit(bias)
@@ -177,7 +177,7 @@ class ColumnParallelLinear(nnx.Linear):
         return kernel, bias
 
     def _of_own_unit(self, whole: jax.Array) -> jax.Array:
-        """Every rank holds all units and uses one; ranks that share it add their gradients."""
+        """This rank's unit of a parameter that every rank holds in full; ranks that share a unit sum its gradient."""
         assert self.units is not None
         check_shard(f"{type(self).__name__} parameter", whole, (*whole.shape[:-1], self.out_features), PartitionSpec())
         size = self.out_features // self.units.count
@@ -212,7 +212,7 @@ def column_outputs(layers: Sequence[ColumnParallelLinear], x: jax.Array) -> tupl
 
 
 def column_product(layers: Sequence[ColumnParallelLinear], x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """The same outputs beside each other, by one product, without the biases, and these beside each other.
+    """The outputs side by side by one product, without biases; and the biases side by side.
 
     Args:
       layers: of the same options, all with a bias or none.
@@ -243,7 +243,7 @@ def column_product(layers: Sequence[ColumnParallelLinear], x: jax.Array) -> tupl
 
 
 class VocabParallelEmbedding(nnx.Embed):
-    """Rows of a [v, f] table, of which each rank of `axis` holds v/n; also the output layer that shares the table.
+    """A [v, f] table of which each rank of `axis` holds v/n rows; also the output layer that shares the table.
 
     Where `axis` is not bound it is `nnx.Embed`.
 
@@ -285,7 +285,7 @@ class VocabParallelEmbedding(nnx.Embed):
         self.overlap, self.axis, self.pads = overlap, axis, pads
 
     def __call__(self, ids: jax.Array, out_sharding=None) -> jax.Array:
-        """Look rows up.
+        """Look up rows.
 
         Args:
           ids: integers [...], the same on every rank.
@@ -308,7 +308,7 @@ class VocabParallelEmbedding(nnx.Embed):
         )
 
     def attend(self, query: jax.Array, out_sharding=None) -> jax.Array:
-        """Logits of every row by its product with the query: the tied output layer.
+        """Logits of every row by its product with the query, as a tied output layer.
 
         Args:
           query: [..., f], the same on every rank; [..., s/n, f] with `sequence_parallel`.
@@ -417,7 +417,7 @@ class RowParallelLinear(nnx.Linear):
 
 
 def zero_centered(norm: nnx.RMSNorm, x: jax.Array, scale: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-    """What a norm makes of x with 1 + scale in the place of its own, in its dtype.
+    """Apply an RMS norm with 1 + scale in place of its scale, in its dtype.
 
     The sum and the product are in at least float32: in bfloat16 1 + a small scale would be 1.
 
@@ -439,13 +439,13 @@ def zero_centered(norm: nnx.RMSNorm, x: jax.Array, scale: jax.Array, mask: jax.A
 
 
 def capped(x: jax.Array, cap: float | None) -> jax.Array:
-    """cap * tanh(x / cap); without a cap x."""
+    """Softcap: cap * tanh(x / cap); x if cap is None."""
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 @dataclass(frozen=True)
 class Softcap:
-    """The same of a block's scores, as `ax.context_attention(score_mod=...)` takes it; equal caps compare equal.
+    """`capped` for a block's scores, as `ax.context_attention(score_mod=...)` takes it; equal caps compare equal.
 
     >>> Softcap(50.0) == Softcap(50.0)
     True
@@ -454,7 +454,7 @@ class Softcap:
     cap: float
 
     def __call__(self, scores: jax.Array, where: Any) -> jax.Array:
-        """Scores [b, h, x, y] -> the same, capped."""
+        """Cap scores [b, h, x, y]."""
         return capped(scores, self.cap)
 
 
@@ -464,7 +464,7 @@ class Softcap:
 
 
 class _PerPosition:
-    """What a Flax norm over the features needs where every rank has seen a part of the sequence. Mixed in before it."""
+    """Mixin before a Flax norm over features, for ranks that hold a part of the sequence."""
 
     def __init__(
         self,
@@ -479,21 +479,21 @@ class _PerPosition:
         self.sequence_parallel, self.axis = sequence_parallel, axis
 
     def __call__(self, x: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
-        """[..., h] -> [..., h]; a mask as the Flax norm takes it."""
+        """Normalize [..., h]; `mask` as the Flax norm takes it."""
         own = self._own()
         if mask is None and (form := self._form(own, x)) != "xla":
             return fused.norm(x, *self._factors(own), form=form, **self._kind())
         return self._plain(own, x, mask)
 
     def beside(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(the norm of x, x): a residual stream goes on from here, and both its gradients may be made in one pass."""
+        """Returns (the norm of x, x) for a residual stream, so that one pass can compute both gradients of x."""
         own = self._own()
         if (form := self._form(own, x)) == "xla":
             return self._plain(own, x, None), x
         return fused.norm_beside(x, *self._factors(own), form=form, **self._kind())
 
     def _own(self) -> dict[str, jax.Array]:
-        """Scale and bias as every rank reads them, by name; those that there are."""
+        """The scale and bias, as far as they exist, as every rank reads them, by name."""
         axes = bound(self.axis)
         found = {name: each[...] for name in ("scale", "bias") if (each := getattr(self, name, None)) is not None}
         return {name: copy_to(each, axes) for name, each in found.items()} if axes and self.sequence_parallel else found
@@ -505,7 +505,7 @@ class _PerPosition:
         return super(_PerPosition, norm).__call__(x, mask=mask)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _form(self, own: dict[str, jax.Array], x: jax.Array) -> str:
-        """Whether a kernel computes it: over the last dim, in the input's dtype, with a scale."""
+        """The form of the norm: a kernel if it is over the last dim, in the input's dtype, with a scale; else "xla"."""
         norm: Any = self
         usual = norm.reduction_axes == -1 and norm.feature_axes == -1 and norm.axis_name is None
         result = norm.dtype or jnp.result_type(x, *own.values())
@@ -520,7 +520,7 @@ class _PerPosition:
 
 
 class ParallelLayerNorm(_PerPosition, nnx.LayerNorm):
-    """`nnx.LayerNorm` over the features, which every rank of `axis` has whole.
+    """`nnx.LayerNorm` over features that no rank of `axis` splits.
 
     Args:
       num_features: size h of the last dim.
@@ -534,7 +534,7 @@ class ParallelLayerNorm(_PerPosition, nnx.LayerNorm):
 
 
 class ParallelRMSNorm(_PerPosition, nnx.RMSNorm):
-    """`nnx.RMSNorm` over the features, which every rank of `axis` has whole.
+    """`nnx.RMSNorm` over features that no rank of `axis` splits.
 
     Args:
       num_features: size h of the last dim.
@@ -563,7 +563,7 @@ class ParallelRMSNorm(_PerPosition, nnx.RMSNorm):
         self.centered = centered
 
     def _plain(self, own: dict[str, jax.Array], x: jax.Array, mask: jax.Array | None) -> jax.Array:
-        """Around zero, 1 + the scale in its place."""
+        """The norm in plain operations; if centered, with 1 + scale."""
         if not self.centered or self.scale is None:
             return super()._plain(own, x, mask)
         return zero_centered(self, x, own["scale"], mask)
@@ -576,7 +576,7 @@ class ParallelRMSNorm(_PerPosition, nnx.RMSNorm):
 
 
 def split_sequence(x: jax.Array, axis: str = "tensor", dim: int = SEQUENCE_DIM) -> jax.Array:
-    """Where sequence parallelism begins: this rank's part of a whole activation.
+    """Enter sequence parallelism: this rank's part of a full activation.
 
     Args:
       x: [..., s, h], the same on every rank; s must divide by the axis's n ranks.
@@ -596,7 +596,7 @@ def split_sequence(x: jax.Array, axis: str = "tensor", dim: int = SEQUENCE_DIM) 
 
 
 def join_sequence(x_shard: jax.Array, axis: str = "tensor", dim: int = SEQUENCE_DIM) -> jax.Array:
-    """Where sequence parallelism ends: the whole activation on every rank.
+    """Leave sequence parallelism: gather the full activation on every rank.
 
     Args:
       x_shard: [..., s/n, h], this rank's part.

@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose vocabulary is split, whole or chunk by chunk."""
+"""Cross entropy of logits whose vocabulary is split over ranks, at once or in chunks."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -84,7 +84,7 @@ def vocab_parallel_cross_entropy(
 
 
 def padded_words(name: str, block: int, axes: tuple[str, ...], words: int | None) -> int | None:
-    """How many words there are in the ranks' blocks together, where they have padding behind the last one; else None.
+    """The number of words if the ranks' blocks contain padding behind the last one; else None.
 
     Args:
       name: of the loss, for the message.
@@ -104,12 +104,12 @@ def padded_words(name: str, block: int, axes: tuple[str, ...], words: int | None
 
 
 def is_word(block: int, axes: tuple[str, ...], words: int) -> jax.Array:
-    """Which of this rank's block are words, and which padding: booleans [block]."""
+    """Which rows of this rank's block are words rather than padding: booleans [block]."""
     return axis_index(axes) * block + jnp.arange(block) < words
 
 
 def as_counted(targets: jax.Array, ignore_label: int | None) -> jax.Array:
-    """Targets in a signed type that holds the vocabulary (they may be uint8), those that do not count negative."""
+    """Convert targets to a signed type that holds the vocabulary (they may be uint8); ignored ones become negative."""
     if jnp.issubdtype(targets.dtype, jnp.unsignedinteger):  # large ones would turn negative
         targets = jnp.minimum(targets, min(jnp.iinfo(targets.dtype).max, jnp.iinfo(jnp.int32).max))
     targets = targets.astype(jnp.promote_types(targets.dtype, jnp.int32))
@@ -117,7 +117,7 @@ def as_counted(targets: jax.Array, ignore_label: int | None) -> jax.Array:
 
 
 def refuse_beyond(name: str, targets: jax.Array, vocabulary: int, ignore_label: int | None) -> None:
-    """Refuse targets beyond the vocabulary where their values are known.
+    """Refuse targets beyond the vocabulary, if their values are known.
 
     Args:
       name: of the loss, for the message.
@@ -156,7 +156,7 @@ def _form(axes: tuple[str, ...], smoothing: float, ndim: int, words: int | None,
 
 
 def cross_entropy_of_rows(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Cross entropy of whole rows: [..., v] and integers [...] -> float32 [...].
+    """Cross entropy of logits that are not split: [..., v] and integers [...] -> float32 [...].
 
     Args:
       logits: of a row's words.
@@ -174,7 +174,7 @@ def _cross_entropy(logits, targets, axes, smoothing, words, form):
 
 
 def _forward(logits, targets, axes, smoothing, words, form):
-    """The losses, and what the backward needs: softmax = exp(logits - normalizer), NaN where no word is the target."""
+    """The losses, and the residuals: softmax = exp(logits - normalizer), NaN if the target is not a word."""
     summed = _summed if form == "xla" else partial(_summed_in_one_pass, form=form)
     highest, sums = summed(logits, targets, axes, smoothing, words)
     count = words or _vocabulary(logits, axes)
@@ -200,7 +200,7 @@ def _summed(logits, targets, axes, smoothing, words):
 
 
 def _summed_in_one_pass(logits, targets, axes, smoothing, words, form):
-    """The same by a kernel, which reads the logits once: the number is the largest of the ranks' logs of sums."""
+    """The same by a kernel that reads the logits once; the number is the largest of the ranks' logsumexps."""
     local = _on_this_rank(logits, targets, axes)
     normalizer, logit = softmax_stats(logits, local, form=form)
     highest = max_over(normalizer, axes) if axes else normalizer
@@ -235,7 +235,7 @@ def _is_target(logits, targets, axes):
 
 
 def _on_this_rank(logits, targets, axes):
-    """Targets counted from this rank's first word."""
+    """Targets relative to this rank's first word."""
     return targets - (axis_index(axes) * logits.shape[-1] if axes else 0)
 
 
@@ -348,7 +348,7 @@ def _check(
 
 
 class _Chunks:
-    """How a rank walks through its words. Compares by value, so that equal calls share a trace."""
+    """How a rank goes through its words in chunks. Compares by value, so that equal calls share a trace."""
 
     def __init__(
         self,
@@ -369,12 +369,12 @@ class _Chunks:
         return hash((self.axes, self.size, self.dim, self.sequence, self.softcap, self.words))
 
     def all_rows(self, x: jax.Array) -> jax.Array:
-        """All positions, as rows."""
+        """All positions, gathered if the sequence is split, as rows."""
         x = gather_whole(x, self.axes, SEQUENCE_DIM, invarying=False) if self.sequence else x
         return x.reshape(-1, x.shape[-1])
 
     def fold(self, step: Callable[[Any, jax.Array, Any], Any], start: Any, table: jax.Array) -> Any:
-        """`state = step(state, words of a chunk, its first word)` for one chunk after the other."""
+        """Run `state = step(state, words of a chunk, its first word)` for each chunk."""
         total = table.shape[self.dim]
         cut = lambda first, size: jax.lax.dynamic_slice_in_dim(table, first, size, self.dim)
         trip = lambda state, i: (step(state, cut(i * self.size, self.size), i * self.size), None)
@@ -384,23 +384,23 @@ class _Chunks:
         return step(state, cut(full * self.size, rest), full * self.size) if rest else state
 
     def logits(self, x: jax.Array, words: jax.Array) -> jax.Array:
-        """[m, h] and a chunk of the table -> [m, c], in at least float32."""
+        """The logits [m, c] of rows [m, h] and a chunk of the table, in at least float32."""
         numbers = (((1,), (1 - self.dim,)), ((), ()))
         return capped(jax.lax.dot_general(x, words, numbers, preferred_element_type=_wide(x)), self.softcap)
 
     def without_padding(self, values: jax.Array, table: jax.Array, first: Any, instead: float) -> jax.Array:
-        """[m, c] of a chunk from its first word on, with something else in the place of what stands for no word."""
+        """A chunk's values [m, c] with `instead` in the columns that stand for no word."""
         if self.words is None:
             return values
         own = axis_index(self.axes) * table.shape[self.dim] + first
         return jnp.where(own + jnp.arange(values.shape[1]) < self.words, values, instead)
 
     def uncapped(self, grad: jax.Array, logits: jax.Array) -> jax.Array:
-        """The gradient of capped logits [m, c] as that of those before."""
+        """The gradient of logits before the softcap, from that of the capped ones [m, c]."""
         return grad if self.softcap is None else grad * (1 - (logits / self.softcap) ** 2)
 
     def is_target(self, targets: jax.Array, table: jax.Array, words: jax.Array, first: Any) -> jax.Array:
-        """Which of a chunk's words [c] are the targets [m]: booleans [m, c]."""
+        """Which of a chunk's words [c] is the target of each row [m]: booleans [m, c]."""
         own = axis_index(self.axes) * table.shape[self.dim] if self.axes else 0
         return jnp.arange(words.shape[self.dim]) == (targets.reshape(-1) - own - first)[:, None]
 
@@ -415,7 +415,7 @@ def _losses(chunks, x, table, targets):
 
 
 def _chunked_forward(chunks: _Chunks, x, table, targets):
-    """The losses, and what the backward needs: softmax = exp(logits - normalizer), NaN where no word is the target."""
+    """The losses, and the residuals: softmax = exp(logits - normalizer), NaN if the target is not a word."""
     rows = chunks.all_rows(x)
     # Not -inf: a chunk may be padding alone, and its highest be subtracted from itself.
     least = float(jnp.finfo(_wide(x)).min)

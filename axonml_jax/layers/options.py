@@ -1,4 +1,4 @@
-"""Options of layers by their names and numbers: attentions, scaling of rotary positions, sizes of latents."""
+"""Options of layers, by name and number: attention kernels, rotary scaling, sizes of latents."""
 
 import math
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ ATTENTIONS = ("auto", "xla", "blocks", "splash", "cudnn")
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """A rule by which rotary frequencies change.
+    """A rule that changes rotary frequencies for longer sequences.
 
     Attributes:
       kind: linear divides all frequencies (Chen et al. 2023); llama3 the low ones, with a ramp in between (Llama 3.1); yarn
@@ -73,7 +73,7 @@ class RopeScaling:
 
     @property
     def attention_scale(self) -> float:
-        """What multiplies cosines and sines, and so queries and keys."""
+        """The factor of cosines and sines, and so of queries and keys."""
         if self.kind != "yarn":
             return 1.0
         return 0.1 * math.log(self.factor) + 1 if self.attention_factor is None else self.attention_factor
@@ -95,7 +95,7 @@ class RopeScaling:
         return plain * (1 - kept) / self.factor + plain * kept
 
     def _kept(self, plain: Any, theta: float, size: int, xp: Any) -> Any:
-        """Which part of a frequency stays, from 0 to 1."""
+        """The share, from 0 to 1, of each frequency that is not scaled."""
         if self.kind in ("none", "linear"):
             return float(self.kind == "none")
         if self.kind == "llama3":
@@ -126,7 +126,7 @@ _OWN = {
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig:
-    """Multi-head latent attention: keys and values of all heads are made of a few numbers of each position (DeepSeek-V3).
+    """Sizes of multi-head latent attention, whose keys and values are computed from a few numbers (DeepSeek-V3).
 
     Attributes:
       kv_rank: numbers of a position of which keys and values are made; 0: attention has no latents.
@@ -171,11 +171,11 @@ class LatentConfig:
 
     @property
     def query_size(self) -> int:
-        """Numbers of a head's query, and of its key."""
+        """The size of a head's query, and of its key."""
         return self.plain_size + self.rotary_size
 
     def scale(self, rope_scaling: Any) -> float:
-        """By what scores are multiplied.
+        """The factor of the scores.
 
         Args:
           rope_scaling: a `RopeScaling`, or None.

@@ -1,4 +1,4 @@
-"""A column and a row layer as a pair, with what lies between them."""
+"""A column and a row layer as a pair, with the operation between them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack
@@ -32,7 +32,7 @@ def pair_options(
     ring: bool,
     **more: Any,
 ) -> dict[str, Any]:
-    """The options of every layer of a pair.
+    """The options that both layers of a pair share.
 
     Raises:
       ValueError: for what 3-D layers do not do, naming the layer.
@@ -48,7 +48,7 @@ def pair_options(
 def opening(
     in_features: int, out_features: int, *, axis: PairAxes, units: Units | None = None, **options: Any
 ) -> Opening:
-    """A layer that takes whole features and leaves each rank its part."""
+    """Make the first layer of a pair: it takes full features and leaves each rank a part."""
     if isinstance(axis, str):
         return ColumnParallelLinear(in_features, out_features, axis=axis, units=units, **options)
     return ParallelLinear(
@@ -57,7 +57,7 @@ def opening(
 
 
 def closing(in_features: int, out_features: int, *, axis: PairAxes, **options: Any):
-    """The layer that takes each rank's part and leaves the features whole."""
+    """Make the second layer of a pair: it takes each rank's part and returns full features."""
     if isinstance(axis, str):
         options.pop("overlap", None)  # of these only a column layer reduces its input's gradient
         return RowParallelLinear(in_features, out_features, axis=axis, **options)
@@ -81,7 +81,7 @@ def opened(layers: Sequence[Opening], x: jax.Array, *, prefetch: Prefetch | None
 def opened_biased(
     layers: Sequence[Opening], x: jax.Array, *, prefetch: Prefetch | None = None
 ) -> tuple[jax.Array, ...]:
-    """As `opened`; on GPUs one product, and one pass that adds the biases and cuts its result.
+    """As `opened`; on GPUs by one product, and one pass that adds the biases and splits the result.
 
     Raises:
       ValueError: for `prefetch` where one axis splits the layers.
@@ -97,7 +97,7 @@ def opened_biased(
 
 
 def opened_gelu(layer: Opening, x: jax.Array, *, prefetch: Prefetch | None = None) -> jax.Array:
-    """GELU, the tanh form, of an opening layer's output; on GPUs in one pass with adding the bias.
+    """GELU (tanh form) of an opening layer's output; on GPUs in one pass with the bias.
 
     Raises:
       ValueError: for `prefetch` where one axis splits the layer.
@@ -112,7 +112,7 @@ def opened_gelu(layer: Opening, x: jax.Array, *, prefetch: Prefetch | None = Non
 
 
 def _one_product(layers: Sequence[Opening], x: jax.Array) -> tuple[jax.Array, jax.Array, str] | None:
-    """The product of x with all weights beside each other, the biases, and the form of what follows; None: no kernel."""
+    """The product of x with all weights side by side, the biases, and the form to go on with; None if no kernel applies."""
     own = [layer for layer in layers if isinstance(layer, ColumnParallelLinear)]
     biased = len(own) == len(layers) and all(each.bias is not None for each in own)
     shared = any(each.units is not None and each.units.whole_on(degree(each.axis)) for each in own)
@@ -125,7 +125,7 @@ def _one_product(layers: Sequence[Opening], x: jax.Array) -> tuple[jax.Array, ja
 
 
 def closed(layer: RowParallelLinear | ParallelLinear, x: jax.Array, *, prefetch: Prefetch | None = None) -> jax.Array:
-    """The output of a closing layer.
+    """Apply a closing layer.
 
     Raises:
       ValueError: for `prefetch` where one axis splits the layer.
@@ -137,7 +137,7 @@ def closed(layer: RowParallelLinear | ParallelLinear, x: jax.Array, *, prefetch:
 
 
 def split_axis(axis: PairAxes) -> str:
-    """The mesh axis that splits features, or heads, inside the pair."""
+    """The mesh axis that splits features, or heads, inside a pair."""
     return axis if isinstance(axis, str) else axis[0]
 
 
@@ -210,7 +210,7 @@ class ParallelMLP(nnx.Module):
         self.down = closing(inner_size, hidden_size, **out)
 
     def __call__(self, x: jax.Array, *, prefetch: Prefetch | None = None) -> jax.Array:
-        """Apply the two layers.
+        """Apply the layers.
 
         Args:
           x: [..., h], the same on every rank; [..., s/n, h] with `sequence_parallel`.

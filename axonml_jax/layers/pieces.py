@@ -1,4 +1,4 @@
-"""Attention of queries to pieces of the keys, tile by tile, and what is merged, added to scores or dropped there."""
+"""Attention of queries to pieces of the keys, tile by tile: masks, score changes, dropout, and merging of pieces."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +21,7 @@ from axonml_jax.sharding.layout import Order
 
 @dataclass(frozen=True)
 class Visible:
-    """What a query at position i sees of the keys: all of them, but for these rules.
+    """The mask rules: which keys a query at position i may see.
 
     Its methods take NumPy arrays and traced ones.
 
@@ -38,11 +38,11 @@ class Visible:
 
     @property
     def everything(self) -> bool:
-        """Whether no rule hides anything."""
+        """Whether no rule hides any key."""
         return not self.causal and self.window is None
 
     def sees(self, queries: Any, keys: Any) -> Any:
-        """bool [q, k], of positions int [q] and [k]; a key of a negative position is no key and never seen."""
+        """bool [q, k], for positions int [q] and [k]; a key with a negative position is padding, and never seen."""
         ahead = keys[None, :] - queries[:, None]
         seen = (keys >= 0)[None, :] & (ahead == ahead)
         if self.causal:
@@ -52,7 +52,7 @@ class Visible:
         return seen
 
     def may_see(self, first_query: Any, last_query: Any, first_key: Any, last_key: Any) -> Any:
-        """Whether any query of a range may see any key of another, bounds included; False is certain."""
+        """Whether any query of one range of positions may see any key of another (bounds included); False is certain."""
         may = last_key >= first_key
         if self.causal:
             may = may & (first_key <= last_query)
@@ -83,7 +83,7 @@ class WeightsDropout:
     by_head: bool = False
 
     def keep(self, key: jax.Array, rows: int, heads: jax.Array, queries: jax.Array, keys: jax.Array) -> jax.Array:
-        """Which weights of a tile stay.
+        """The mask of a tile's weights that are kept.
 
         Args:
           key: key data, uint32 [2], or [n, 2] by head.
@@ -112,7 +112,7 @@ class WeightsDropout:
 
 
 def _times(high: jax.Array, low: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
-    """(high, low) * factor in 64 bits, in which XLA's 32-bit integers cannot multiply."""
+    """Multiply (high, low) by a factor in 64 bits, which XLA's 32-bit integers cannot."""
     upper, lower = jnp.uint32(factor >> 16), jnp.uint32(factor & 0xFFFF)
     a, b = low >> 16, low & 0xFFFF
     middle = a * lower + ((b * lower) >> 16)
@@ -127,13 +127,13 @@ def _times(high: jax.Array, low: jax.Array, factor: int) -> tuple[jax.Array, jax
 
 
 def block_for(platform: str) -> int:
-    """Positions of a tile at most, by what is fast on a platform."""
+    """The largest number of positions in a tile, by what is fast on a platform."""
     return 256 if platform == "cpu" else 512
 
 
 @dataclass(frozen=True)
 class TileCut:
-    """How so many places are cut into tiles.
+    """How places are cut into tiles.
 
     Places lie in chunks, within which positions grow; no tile has places of two. A chunk that its tiles do not divide is
     filled up with places that are no positions.
@@ -154,21 +154,21 @@ class TileCut:
 
     @property
     def per_chunk(self) -> int:
-        """Tiles of a chunk."""
+        """The number of tiles in a chunk."""
         return max(1, math.ceil(self.places // self.chunks / self.most))
 
     @property
     def size(self) -> int:
-        """Places of a tile."""
+        """The number of places in a tile."""
         return math.ceil(self.places // self.chunks / self.per_chunk)
 
     @property
     def count(self) -> int:
-        """Tiles in all."""
+        """The total number of tiles."""
         return self.chunks * self.per_chunk
 
     def tiles(self, x: jax.Array, dim: int, fill: int = 0) -> jax.Array:
-        """[..., places, ...] -> [count, ..., size, ...]."""
+        """Cut a dim into tiles: [..., places, ...] -> [count, ..., size, ...]."""
         dim = dim % x.ndim
         chunk, filled = self.places // self.chunks, self.per_chunk * self.size
         x = x.reshape(*x.shape[:dim], self.chunks, chunk, *x.shape[dim + 1 :])
@@ -189,7 +189,7 @@ class TileCut:
 
 
 class Side(NamedTuple):
-    """What is known of the places of the queries, or of the keys, tile by tile (t tiles, s places of each, b rows).
+    """Positions and segments of the queries, or of the keys, tile by tile (t tiles, s places each, b rows).
 
     Attributes:
       positions: int32 [t, s]; -1: no position.
@@ -207,7 +207,7 @@ class Side(NamedTuple):
 
 
 def side_of(cut: TileCut, positions: jax.Array, segments: jax.Array | None) -> Side:
-    """The places of a piece.
+    """The `Side` of a piece from its positions and segments.
 
     Args:
       cut: how its places are cut.
@@ -230,7 +230,7 @@ def side_of(cut: TileCut, positions: jax.Array, segments: jax.Array | None) -> S
 
 
 def in_sequence(x: jax.Array, order: Order, ranks: int, dim: int) -> jax.Array:
-    """[..., s, ...] as so many neighbours hold the positions -> with positions that grow along the dim.
+    """Reorder [..., s, ...] from the order in which `ranks` neighbours hold positions to increasing positions.
 
     They are all ranks of an axis, or those of one group of a size that divides them.
     """
@@ -246,7 +246,7 @@ def in_sequence(x: jax.Array, order: Order, ranks: int, dim: int) -> jax.Array:
 
 
 def by_rank(x: jax.Array, order: Order, ranks: int, dim: int) -> jax.Array:
-    """The inverse."""
+    """The inverse of `in_sequence`."""
     dim = dim % x.ndim
     before, after = x.shape[:dim], x.shape[dim + 1 :]
     if order == "striped":
@@ -272,7 +272,7 @@ LARGEST_PIECE = _PAIRS * (2 * _MOST) ** 2
 
 
 def block_sizes(queries: int, keys: int) -> tuple[int, int] | None:
-    """Positions of a block of queries and of one of keys, multiples of 128 that divide them; None: there are too many blocks.
+    """The block sizes of queries and of keys, multiples of 128 that divide them; None if there were too many blocks.
 
     Of at most 512; of twice as many where the table of pairs would be too large.
 
@@ -293,7 +293,7 @@ def _divisor(length: int, most: int) -> int:
 def most_visits(
     visible: Visible, pairs: Iterable[tuple[np.ndarray, np.ndarray]], rows: int, columns: int
 ) -> tuple[int, int]:
-    """How many blocks of keys a block of queries visits at most, and how many of queries one of keys.
+    """The most blocks of keys that a block of queries visits, and the most blocks of queries that visit one of keys.
 
     Args:
       visible: what positions see.
@@ -309,7 +309,7 @@ def most_visits(
 
 
 def visits(may: jax.Array, most: tuple[int, int]) -> Visits:
-    """Of every block those that it visits, in their order, and behind them the last one again, which does not count.
+    """For every block the blocks that it visits, in order, padded with repeats of the last, which do not count.
 
     What is named again is not fetched again.
 
@@ -341,7 +341,7 @@ Spans = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class RingRounds:
-    """The rounds of a ring: in round r rank i has the keys and values of rank i - r, if it or one behind it needs them.
+    """The rounds of a ring: in round r rank i has the keys of rank i - r, if it or a later rank needs them.
 
     Attributes:
       needed: `needed[i][j]`: whether queries of rank i may see keys of rank j.
@@ -355,14 +355,14 @@ class RingRounds:
 
     @classmethod
     def of(cls, visible: Visible, queries: Sequence[Spans], keys: Sequence[Spans] | None = None) -> "RingRounds":
-        """Of ranks whose queries, and whose keys where they are others, lie in these spans."""
+        """The rounds for ranks whose queries, and keys if they differ, lie in these spans of positions."""
         may = lambda own, other: any(bool(visible.may_see(*a, *b)) for a in own for b in other)
         sources = list(enumerate(queries if keys is None else keys))
         return cls(tuple(tuple(i == j or may(own, other) for j, other in sources) for i, own in enumerate(queries)))
 
     @property
     def ranks(self) -> int:
-        """How many ranks."""
+        """The number of ranks."""
         return len(self.needed)
 
     def computing(self, round: int) -> tuple[int, ...]:
@@ -375,19 +375,19 @@ class RingRounds:
 
     @property
     def count(self) -> int:
-        """How many rounds there are."""
+        """The number of rounds."""
         return 1 + max((r for source in range(self.ranks) for r in self._rounds_of(source)), default=0)
 
     def keys(self, round: int) -> Pairs:
-        """Who sends keys and values on before a round."""
+        """The (source, target) pairs that pass keys and values on before a round."""
         return self._step(round, lambda rounds: 1 <= round <= max(rounds))
 
     def gradients(self, round: int) -> Pairs:
-        """Who sends the gradients of keys and values on, together with these, before a round."""
+        """The pairs that pass the gradients of keys and values on before a round."""
         return self._step(round, lambda rounds: min(rounds) < round <= max(rounds))
 
     def home(self, round: int) -> Pairs:
-        """Who sends them to the rank whose keys they are, after a round, which is the last that needs them."""
+        """The pairs that send these gradients to their owner after the last round that needs the keys."""
         ends = {source: rounds for source in range(self.ranks) if (rounds := self._rounds_of(source))}
         return tuple(((source + round) % self.ranks, source) for source, at in ends.items() if max(at) == round)
 
@@ -402,27 +402,27 @@ class RingRounds:
 
 
 class PieceWork(Protocol):
-    """What computes pieces of an attention: a frozen value, equal where it computes the same."""
+    """Protocol of what computes pieces of an attention; equal values compute the same."""
 
     @property
     def sorts(self) -> bool:
-        """Whether the positions of a piece's keys must grow."""
+        """Whether a piece's keys must be in the order of the sequence."""
         ...
 
     @property
     def forward(self) -> Callable[..., "ReadPiece"]:
-        """As `tile_attention.forward`."""
+        """Attend to a piece, as `forward` in this module."""
         ...
 
     @property
     def backward(self) -> Callable[..., tuple]:
-        """As `tile_attention.backward`."""
+        """The gradients of a piece, as `backward` in this module."""
         ...
 
 
 @dataclass(frozen=True)
 class Attention:
-    """What is the same for all pieces of one attention.
+    """The settings that all pieces of one attention share.
 
     Letters of all shapes here: b rows, g key and value heads, r query heads of each, x places of a tile of queries, y of keys,
     d head size, e that of values, t tiles of queries, u tiles of keys.
@@ -451,12 +451,12 @@ class Attention:
 
     @property
     def skips(self) -> bool:
-        """Whether a pair of tiles may have nothing to do."""
+        """Whether pairs of tiles may be skipped."""
         return self.segmented or not self.visible.everything
 
 
 class Given(NamedTuple):
-    """What besides queries, keys and values an attention reads.
+    """The other inputs of an attention, besides queries, keys and values.
 
     Attributes:
       arrays: what `modify` reads.
@@ -470,7 +470,7 @@ class Given(NamedTuple):
 
 
 class Where(NamedTuple):
-    """Where a tile of scores is in the whole: its heads [h], and the positions of its queries [x] and keys [y]."""
+    """The place of a tile of scores: its heads [h], and the positions of its queries [x] and keys [y]."""
 
     heads: jax.Array
     queries: jax.Array
@@ -478,7 +478,7 @@ class Where(NamedTuple):
 
 
 class ReadPiece(NamedTuple):
-    """What queries read of some keys.
+    """The result of queries attending to some of the keys, which can be merged with others.
 
     Attributes:
       out: [t, b, g, r, x, e]; 0 for a query that sees none of them.
@@ -493,7 +493,7 @@ class ReadPiece(NamedTuple):
 
 
 def merged(one: ReadPiece, other: ReadPiece) -> ReadPiece:
-    """What queries read of the keys of both."""
+    """Merge what queries read of two sets of keys."""
     top = jnp.maximum(one.top, other.top)
     shown = jnp.where(jnp.isneginf(top), 0, top)
     first, second = (jnp.exp(each.top - shown + each.total) for each in (one, other))
@@ -514,7 +514,7 @@ class KeptQueries(NamedTuple):
 
 
 def may_see(how: Attention, here: Side, there: Side) -> jax.Array:
-    """Whether a query of a tile may see a key of another, as bounds of positions and segments tell; False is certain."""
+    """Whether a query of one tile may see a key of another, by bounds of positions and segments; False is certain."""
     may = how.visible.may_see(here.first, here.last, there.first, there.last)
     if here.least is not None and here.most is not None and there.least is not None and there.most is not None:
         may = may & (here.least <= there.most) & (there.least <= here.most)
@@ -527,7 +527,7 @@ def may_see(how: Attention, here: Side, there: Side) -> jax.Array:
 
 
 def sunk(read: ReadPiece, sinks: jax.Array) -> ReadPiece:
-    """What queries read of the sinks: nothing, with their weight. Merged with what they read of all keys.
+    """What queries read of the sinks: nothing, with the sinks' weight; to be merged with what they read of all keys.
 
     Args:
       read: [t, b, g, r, x, ...], what they read of keys.
@@ -538,7 +538,7 @@ def sunk(read: ReadPiece, sinks: jax.Array) -> ReadPiece:
 
 
 def sinks_gradient(sinks: jax.Array, read: ReadPiece, grad: jax.Array) -> jax.Array:
-    """The gradient of the sinks, [g * r]: as a score's, whose value is 0.
+    """The gradient of the sinks, [g * r]: that of a score whose value is 0.
 
     Args:
       sinks: [g * r].
@@ -565,14 +565,14 @@ def _by_head(read: ReadPiece, sinks: jax.Array) -> jax.Array:
 
 
 class Tile(NamedTuple):
-    """Where a tile's places are: positions [x], and segments [b, x] or None."""
+    """The place of one tile: positions [x], and segments [b, x] or None."""
 
     positions: jax.Array
     segments: jax.Array | None
 
 
 def forward(how: Attention, given: Given, q: jax.Array, at: Side, k: jax.Array, v: jax.Array, side: Side):
-    """Queries read a piece's keys.
+    """Attention of queries to a piece's keys, tile by tile.
 
     Args:
       how, given: the attention.
@@ -618,7 +618,7 @@ def forward(how: Attention, given: Given, q: jax.Array, at: Side, k: jax.Array, 
 
 
 def backward(how: Attention, given: Given, kept: KeptQueries, at: Side, k: jax.Array, v: jax.Array, side: Side):
-    """The gradients of `forward`, merged with whatever other pieces: `kept.top` and `kept.total` are those of all of them.
+    """The gradients of `forward`, merged over pieces: `kept.top` and `kept.total` are those of all keys.
 
     Returns:
       (dq like q, dk like k, dv like v, a gradient of each of `given.arrays`, None of those without one), in at least float32.
@@ -664,7 +664,7 @@ def _pair_backward(
     v: jax.Array,
     there: Tile,
 ):
-    """The parts that a tile of queries and one of keys have in dq, dk, dv and the gradients of the floating arrays."""
+    """The contributions of one tile of queries and one of keys to dq, dk, dv and the floating arrays' gradients."""
     wide = jnp.promote_types(own.q.dtype, jnp.float32)
 
     def changed(scores, *floats):
@@ -687,13 +687,13 @@ def _pair_backward(
 
 
 def _scores(how: Attention, q: jax.Array, k: jax.Array) -> jax.Array:
-    """[b, g, r, x, y] in at least float32, scaled."""
+    """Scaled scores [b, g, r, x, y] in at least float32."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     return jnp.einsum("bgrxd,bgyd->bgrxy", q, k, preferred_element_type=wide) * how.scale
 
 
 def _changed(how: Attention, given: Given, scores: jax.Array, here: Tile, there: Tile) -> jax.Array:
-    """Scores as the softmax takes them: -inf where a query does not see a key."""
+    """The scores that the softmax takes: modified, and -inf where a query does not see a key."""
     if how.modify is not None:
         rows, groups, each, *tile = scores.shape
         heads = given.first_head + jnp.arange(groups * each)
@@ -707,7 +707,7 @@ def _changed(how: Attention, given: Given, scores: jax.Array, here: Tile, there:
 
 
 def _dropped(how: Attention, given: Given, weights: jax.Array, here: Tile, there: Tile) -> jax.Array:
-    """[b, g, r, x, y] with some of them 0 and the others larger."""
+    """Apply dropout to weights [b, g, r, x, y]."""
     if how.dropout is None or given.key is None:
         return weights
     rows, groups, each = weights.shape[:3]
@@ -718,12 +718,12 @@ def _dropped(how: Attention, given: Given, weights: jax.Array, here: Tile, there
 
 
 def _where_seen(how: Attention, here: Side, there: Side, more: Callable, carry: Any) -> Any:
-    """`more(carry)` where a query of the tile may see a key of the other; else the carry as it is."""
+    """Call `more(carry)` if a query of the tile may see a key of the other; else return the carry."""
     return jax.lax.cond(may_see(how, here, there), more, lambda carry: carry, carry) if how.skips else more(carry)
 
 
 def _tied(q: jax.Array, at: Side, side: Side) -> tuple[jax.Array, Side, Side]:
-    """The same, of which places seem to depend on the queries.
+    """Make places depend on the queries, so that XLA does not hoist them.
 
     What depends on places alone, such as masks, is the same in every trip of a loop over layers: differentiating such a loop
     JAX would compute it before the loop, for all tiles at once, and keep it.
@@ -737,7 +737,7 @@ def _tile(side: Side) -> Tile:
 
 
 def _loop(body: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:
-    """`jax.lax.scan`; without a loop for one tile."""
+    """`jax.lax.scan`, or one plain call for a single tile."""
     if len(jax.tree.leaves(xs)[0]) > 1:
         return jax.lax.scan(body, carry, xs)
     carry, out = body(carry, jax.tree.map(lambda x: x[0], xs))
@@ -746,7 +746,7 @@ def _loop(body: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Pieces computed tile by tile, by XLA."""
+    """Computes pieces tile by tile, by XLA."""
 
     sorts = False
     forward = staticmethod(forward)

@@ -1,4 +1,4 @@
-"""Products that communicate, ring by ring or all at once, the borders of regions, and lookups."""
+"""Products that communicate, at once or in a ring, the borders of split regions, and lookups."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from axonml_jax.compat.varying_types import varying_axes
 
 
 def flat_dot_general(x: jax.Array, kernel: jax.Array, dimension_numbers, **options: Any) -> jax.Array:
-    """`jax.lax.dot_general` of [..., i] and [i, o] (or [o, i]), with the leading dims made one.
+    """`jax.lax.dot_general` of [..., i] and [i, o] (or [o, i]), with the leading dims flattened to one.
 
     The same numbers; on CPU the gradient of the kernel is then one plain product, where for three dims XLA makes a slow
     one of two transposed operands (docs/performance.md). Any other product, and one that asks for an output sharding, is
@@ -48,7 +48,7 @@ def flat_dot_general(x: jax.Array, kernel: jax.Array, dimension_numbers, **optio
 
 
 def logits_of(query: jax.Array, table: jax.Array) -> jax.Array:
-    """[..., f] and the rows [v, f] of a table -> [..., v], the product of each query with each row."""
+    """The product of each query [..., f] with each row of a table [v, f]: [..., v]."""
     return flat_dot_general(query, table, (((query.ndim - 1,), (1,)), ((), ())))
 
 
@@ -82,7 +82,7 @@ def own_rows(table_shard: jax.Array, ids: jax.Array, axes: tuple[str, ...], word
 
 
 def require_integers(name: str, ids: jax.Array) -> None:
-    """Refuse ids that are no integers, as `nnx.Embed` does.
+    """Refuse ids that are not integers, as `nnx.Embed` does.
 
     Raises:
       ValueError: naming the dtype.
@@ -97,7 +97,7 @@ def require_integers(name: str, ids: jax.Array) -> None:
 
 
 class WeightOptions(TypedDict, total=False):
-    """Those that `nnx.Linear` and `nnx.Conv` share."""
+    """The options that `nnx.Linear` and `nnx.Conv` share."""
 
     dtype: Any
     param_dtype: Any
@@ -111,13 +111,13 @@ class WeightOptions(TypedDict, total=False):
 
 
 class LinearOptions(WeightOptions, total=False):
-    """Those of `nnx.Linear`, with its defaults and its meaning."""
+    """The options of `nnx.Linear`, with its defaults and its meaning."""
 
     dot_general: Callable[..., Any]
 
 
 class EmbedOptions(TypedDict, total=False):
-    """Those of `nnx.Embed`, with its defaults and its meaning."""
+    """The options of `nnx.Embed`, with its defaults and its meaning."""
 
     dtype: Any
     param_dtype: Any
@@ -127,7 +127,7 @@ class EmbedOptions(TypedDict, total=False):
 
 
 class ConvOptions(WeightOptions, total=False):
-    """Those of `nnx.Conv`, with its defaults and its meaning."""
+    """The options of `nnx.Conv`, with its defaults and its meaning."""
 
     padding: Any
     input_dilation: Any
@@ -137,7 +137,7 @@ class ConvOptions(WeightOptions, total=False):
 
 
 class NormOptions(TypedDict, total=False):
-    """Those of `nnx.LayerNorm`, with its defaults and its meaning; all but the bias's are `nnx.RMSNorm`'s too."""
+    """The options of `nnx.LayerNorm`, with its defaults and its meaning; all but the bias's are `nnx.RMSNorm`'s too."""
 
     epsilon: float
     dtype: Any
@@ -166,7 +166,7 @@ SCOPE = "ordered_products"
 
 @dataclass(frozen=True)
 class Border:
-    """How an operand of a product is read by the ranks of some axes, and how its gradient returns.
+    """How the ranks of some axes read an operand of a product, and how its gradient returns.
 
     Attributes:
       axes: bound mesh axes; none: it is this rank's own.
@@ -177,20 +177,20 @@ class Border:
     dim: int | None = None
 
     def read(self, x: jax.Array) -> jax.Array:
-        """The whole operand. Communicates: one all-gather if it is split."""
+        """The full operand. Communicates: one all-gather if it is split."""
         if not self.axes or self.dim is None:
             return copy_to(x, self.axes)
         return gather_whole(x, self.axes, self.dim, invarying=False)
 
     def back(self, grad: jax.Array) -> jax.Array:
-        """The gradient of what this rank holds. Communicates: one reduce-scatter if it is split, else one all-reduce."""
+        """The gradient of this rank's part. Communicates: one reduce-scatter if it is split, else one all-reduce."""
         if not self.axes:
             return grad
         return reduce_from(grad, self.axes) if self.dim is None else scatter_sum(grad, self.axes, self.dim)
 
 
 class Prefetch:
-    """The order of the products in one call of a model, handed from layer to layer (`layer(x, prefetch=order)`).
+    """Orders the products and gathers of one call of a model; handed from layer to layer (`layer(x, prefetch=order)`).
 
     Each layer's weights are gathered over `depth` while the layer before it computes, in the forward and, the other way
     round, in the backward: the gather may start when its neighbour starts. Make a new one in every call, and pass the call's
@@ -202,12 +202,12 @@ class Prefetch:
         self._trace: Any = None
 
     def last(self, y: jax.Array) -> jax.Array:
-        """`y`, the result of the call: the backward's gathers begin when its gradient is there."""
+        """Mark `y` as the call's result: the backward's gathers begin when its gradient exists."""
         return y if self._token is None or self._trace != current_trace() else _last(y, self._token)
 
     @property
     def token(self) -> jax.Array:
-        """Available when the product before has started."""
+        """A scalar that is available once the previous product has started."""
         if self._token is None or self._trace != current_trace():
             return jnp.zeros((), jnp.float32)
         return self._token
@@ -243,7 +243,7 @@ def ordered(
     overlap: bool = False,
     prefetch: Prefetch | None = None,
 ) -> Any:
-    """`fn(whole x, whole weights)`, of which nothing but the arguments is kept for the backward.
+    """Compute `fn(full x, full weights)`; only the arguments are kept for the backward.
 
     Args:
       fn: a function of both, such as a product, whose gradients read its operands only; what it closes over gets none.
@@ -324,7 +324,7 @@ _ordered.defvjp(_forward, _ordered_backward)
 
 
 def rerun(fn: Callable[..., Any], shard: jax.Array, others: Any) -> Any:
-    """`fn(shard, others)`, of which nothing but the arguments is kept for the backward.
+    """Compute `fn(shard, others)`; only the arguments are kept for the backward.
 
     Of a product this recomputes nothing: the gradients read its operands only, and its result is dead code.
 
@@ -361,7 +361,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 def substitute(module: M, **attributes) -> M:
-    """A shallow copy of `module` in which some attributes differ; arrays become parameters.
+    """A shallow copy of `module` with some attributes replaced; arrays become parameters.
 
     The module itself is not touched, so that this works inside any transformation.
     """
@@ -373,7 +373,7 @@ def substitute(module: M, **attributes) -> M:
 
 
 def linear(module: nnx.Linear, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """What `nnx.Linear` does with that kernel and no bias: [..., i] and [i, o] -> [..., o]."""
+    """Apply `nnx.Linear` with the given kernel and no bias: [..., i] and [i, o] -> [..., o]."""
     return nnx.Linear.__call__(substitute(module, kernel=kernel, bias=None, use_bias=False), x)
 
 
@@ -391,7 +391,7 @@ def add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 
 def ring_gathered(fn: Callable[..., Any], x_shard: jax.Array, weights: Any, axes: tuple[str, ...], dim: int) -> Any:
-    """What `ordered` computes with a gathered x, for an `fn` that treats every position of `dim` alike.
+    """The result of `ordered` with a gathered x, in hops, for an `fn` that treats all positions of `dim` alike.
 
     Args:
       fn: a function of some positions of x and the weights, such as a product over x's last dim.
@@ -419,7 +419,7 @@ def ring_gathered(fn: Callable[..., Any], x_shard: jax.Array, weights: Any, axes
 
 
 def ring_scattered(fn: Callable[..., Any], x: jax.Array, weights: Any, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """The sum over the ranks of `fn(x, weights)`, of which each keeps its part of `dim`.
+    """The sum over the ranks of `fn(x, weights)`, in hops; each rank keeps its part of `dim`.
 
     Args:
       fn: a function of some positions of x and the weights, such as a product over x's last dim.
@@ -453,7 +453,7 @@ def ring_scattered(fn: Callable[..., Any], x: jax.Array, weights: Any, axes: tup
 
 
 def _in_order(parts, axes, dim) -> jax.Array:
-    """Concatenate parts, of which number k belongs k places after this rank's own, in the order of the ranks."""
+    """Concatenate parts in the order of the ranks; part k belongs to the rank k places after this one."""
     turned = jnp.concatenate(parts, axis=dim)
     return jnp.roll(turned, axis_index(axes) * parts[0].shape[dim], axis=dim)
 
@@ -479,7 +479,7 @@ def entered(
     ring: bool = False,
     overlap: bool = False,
 ) -> Any:
-    """`fn(x, weights)` with x read by every rank of `axes`.
+    """Compute `fn(x, weights)` with x read by every rank of `axes`.
 
     Args:
       fn: a function of the whole x and the rank's weights; one call for all weights that read the same x.
@@ -504,7 +504,7 @@ def entered(
 
 
 def left(y: jax.Array, axes: tuple[str, ...], *, sequence: bool) -> jax.Array:
-    """The sum of every rank's partial y: whole on all of them, or with `sequence` each rank's part of the sequence.
+    """Sum the ranks' partial y: the full sum on all ranks, or with `sequence` each rank's part of the sequence.
 
     Communicates: one all-reduce forward; with `sequence` one reduce-scatter forward and one all-gather backward.
     """
@@ -519,7 +519,7 @@ def left(y: jax.Array, axes: tuple[str, ...], *, sequence: bool) -> jax.Array:
 def summed(
     fn: Callable[..., jax.Array], x: jax.Array, weights: Any, axes: tuple[str, ...], *, sequence: bool, ring: bool
 ) -> jax.Array:
-    """`left(fn(x, weights))`; a ring cuts the reduce-scatter into hops between the products.
+    """Compute `left(fn(x, weights))`; a ring splits the reduce-scatter into hops between the products.
 
     Communicates: what `left` does.
     """
@@ -530,7 +530,7 @@ def summed(
 
 
 def outside(parameter: jax.Array | None, axes: tuple[str, ...], *, sequence: bool) -> jax.Array | None:
-    """A parameter that is used outside the region, such as a norm's scale: with `sequence` its gradient is summed.
+    """A parameter used outside the split region, such as a norm's scale; with `sequence` its gradient is summed.
 
     Communicates: with `sequence` one all-reduce of the parameter backward.
     """
@@ -538,7 +538,7 @@ def outside(parameter: jax.Array | None, axes: tuple[str, ...], *, sequence: boo
 
 
 def check_ring(layer: str, ring: bool, sequence_parallel: bool, overlap: bool = False) -> None:
-    """Refuse a ring where there is no gather and no scatter to cut, and two ways to hide one reduction.
+    """Refuse a ring without sequence parallelism, and a ring together with overlap.
 
     Raises:
       ValueError: naming the layer.

@@ -1,4 +1,4 @@
-"""Norms and cross entropies in models and losses that others wrote: found in their program, and made kernels on GPUs.
+"""Finds norms and cross entropies in other people's models and losses, and computes them by kernels on GPUs.
 
 A value is told by what it is of one array x [..., n]: its mean, its mean square, 1 / its deviation, its log weights. So any
 spelling in plain operations is found: Flax's own modules, optax's losses, a few lines of one's own.
@@ -42,7 +42,7 @@ from axonml_jax.program.values import Level, Nested, NotStatic, elements, nested
 
 @dataclass(frozen=True)
 class Form:
-    """What a value is of x [..., n].
+    """A value recognised as a function of x [..., n].
 
     Attributes:
       what: "x", "squares", "centered", "normed", "lowered" (by its largest), "exps", "log weights" and more, each [..., n]; a
@@ -129,12 +129,12 @@ _FLOATS = lambda aval: jnp.issubdtype(aval.dtype, jnp.floating)
 
 
 def _ever_the_same(name: str) -> bool:
-    """Whether an operation makes, of what is everywhere the same, what is everywhere the same."""
+    """Whether an operation maps constant arrays to constant arrays."""
     return is_elementwise(name) or name in ("broadcast_in_dim", "reshape", "squeeze")
 
 
 def _holds(narrow: Any, wide: Any) -> bool:
-    """Whether a dtype has all numbers of a floating one."""
+    """Whether a dtype holds all numbers of a floating dtype."""
     if not jnp.issubdtype(wide, jnp.floating):
         return False
     a, b = jnp.finfo(narrow), jnp.finfo(wide)
@@ -142,7 +142,7 @@ def _holds(narrow: Any, wide: Any) -> bool:
 
 
 class _Reader:
-    """What is known of the values of one level of a program.
+    """The facts about the values of one level of a program.
 
     Attributes:
       forms: what values are of others.
@@ -179,12 +179,12 @@ class _Reader:
     # Numbers known while the program is traced, and what leaves a value as it is.
 
     def number(self, atom: Atom) -> float | None:
-        """The number that a value is everywhere; None: it is none, or not known."""
+        """The number that all elements of a value equal; None if there is none, or it is unknown."""
         (value,) = self.level.of((atom,))
         return number(self.values, value) if is_constant(value) or value in self.spread else None
 
     def _unchanged(self, equation: Equation) -> int | None:
-        """The operand that an operation leaves as it is: plus 0, times 1, chosen by what is known, the peak made finite."""
+        """The operand that an operation returns unchanged: plus 0, times 1, a known choice, a peak made finite."""
         if equation.name == "select_n":
             chosen = self.number(equation.inputs[0])
             if chosen is not None:
@@ -208,7 +208,7 @@ class _Reader:
         return None
 
     def form(self, atom: Atom | None) -> Form | None:
-        """What a value is known to be of another; None: nothing is."""
+        """The form of a value; None if none is recognised."""
         return None if atom is None or is_constant(atom) else self.forms.get(atom)
 
     def _is(self, atom: Atom | None, what: str) -> bool:
@@ -216,7 +216,7 @@ class _Reader:
         return form is not None and form.what == what
 
     def _hand_on(self, same: int, made: int) -> None:
-        """`made` has the elements of `same`, and may be spread over more rows."""
+        """Note that `made` has the elements of `same`, possibly broadcast over more rows."""
         if self.avals[same].shape == self.avals[made].shape:
             self.roots[made] = self._root(same)
             if same in self.forms:
@@ -254,7 +254,7 @@ class _Reader:
         return self.roots.get(number, number)
 
     def _vector(self, atom: Atom) -> int | None:
-        """The number of [n] that a value repeats for every row; None: it repeats none."""
+        """The number of the vector [n] that a value repeats for every row; None if it repeats none."""
         if is_constant(atom):
             return None
         shape = self.avals[atom].shape
@@ -264,7 +264,7 @@ class _Reader:
     # Operations on what is known.
 
     def _seen(self, atom: Atom) -> list[Form]:
-        """What a value is: of the array that it was made of, and an array of its own."""
+        """The possible forms of a value: the recognised one, and an array by itself."""
         if is_constant(atom):
             return []
         found = [self.forms[atom]] if atom in self.forms else []
@@ -297,7 +297,7 @@ class _Reader:
         return None
 
     def _with_number(self, name: str, a: Atom, b: Atom) -> Form | None:
-        """Where one of two operands is known."""
+        """The form of an operation with one known number."""
         right, left = self.number(b), self.number(a)
         if left is not None and name in ("mul", "add"):
             a, left, right = b, None, left
@@ -338,7 +338,7 @@ class _Reader:
         return replace(form, shift=vector) if (name, form.what, form.shift) == ("add", "normed", None) else None
 
     def _is_target(self, a: Atom, b: Atom) -> Form | None:
-        """Of each row at which word its target is: one hot."""
+        """The form "is target": for each row the one-hot mask of its target word."""
         if names_of([a, b]) != (a, b) or b not in self.words or self.avals[a].shape[-1:] != (1,):
             return None
         dtype, words = self.avals[a].dtype, self.avals[b].shape[-1]
@@ -346,7 +346,7 @@ class _Reader:
         return Form("is target", targets=a, beyond="zero") if counts else None
 
     def _gathered(self, equation: Equation) -> Form | None:
-        """A row's element at its target; or its only one."""
+        """The form of each row's element at its target, or of its only element."""
         operand, indices = equation.inputs
         if is_constant(operand):
             return None
@@ -368,7 +368,7 @@ class _Reader:
         )
 
     def _targets(self, options: Mapping[str, Any], operand: int, indices: int) -> Atom | None:
-        """What each row's index along the last dim is, where one element of every row is taken."""
+        """The index along the last dim from which one element of each row is taken; None for other gathers."""
         shape, numbers = self.avals[operand].shape, options["dimension_numbers"]
         last = len(shape) - 1
         if set(options["slice_sizes"]) != {1} or not set(numbers.offset_dims) <= {last}:
@@ -430,7 +430,7 @@ def _together(name: str, a: Form, b: Form, avals: Mapping[int, Any]) -> Form | N
 
 @dataclass(frozen=True)
 class Body:
-    """How one level of a program is run.
+    """How one level of a program is run with kernels.
 
     Attributes:
       live: its equations whose results are read, in order.
@@ -445,7 +445,7 @@ class Body:
 
 @dataclass(frozen=True)
 class Found:
-    """The norms and cross entropies of a program.
+    """The recognised norms and cross entropies of a program.
 
     Attributes:
       bodies: of each program in it, itself included, how it is run.
@@ -457,7 +457,7 @@ class Found:
 
     @property
     def all(self) -> list[Form]:
-        """Each of them."""
+        """All recognised forms."""
         return [form for body in self.bodies.values() for form in body.instead.values()]
 
     def __str__(self) -> str:
@@ -469,7 +469,7 @@ _LOSSES = ("loss", "log weight")
 
 
 def recognised(program: Program) -> Found:
-    """The norms and cross entropies of a program that kernels may compute here (`fused.chosen`)."""
+    """Find the norms and cross entropies of a program that kernels may compute here (`fused.chosen`)."""
     values, spread = nested(program), set()
     bodies: dict[Program, Body] = {}
     inside: set[Equation] = set()
@@ -489,7 +489,7 @@ def recognised(program: Program) -> Found:
 
 
 def _body(program: Program, forms: Mapping[int, Form]) -> Body:
-    """From the results backwards, so that of a norm's steps the last one counts."""
+    """Choose the equations to replace, from the results backwards, so that the last step of a norm counts."""
     needed, live, instead, goes_on = set(names_of(program.outputs)), [], {}, set()
     for equation in reversed(program.equations):
         if needed.isdisjoint(equation.outputs) and not equation.op.acts:
@@ -520,7 +520,7 @@ def _has_kernel(form: Form, made: Any, avals: Mapping[int, Any]) -> bool:
 
 
 def reading_kernels(fun: Callable, kernels: str, variables: Variables, *args: Any) -> Any:
-    """`fun(variables, *args)` with its norms and cross entropies computed by kernels, as far as they apply.
+    """Call `fun(variables, *args)` with its norms and cross entropies computed by kernels where they apply.
 
     Args:
       fun: returns a pytree; leaves that are no arrays are handed through.
@@ -542,7 +542,7 @@ def reading_kernels(fun: Callable, kernels: str, variables: Variables, *args: An
 
 @lru_cache
 def _say(found: str) -> None:
-    """Once for each."""
+    """Log what was found, once for each text."""
     logger.info("kernels: %s", found)
 
 
@@ -573,7 +573,7 @@ class _Running:
         return equation.op.bind(list(operands)) if made is None else made
 
     def _kernel(self, form: Form, equation: Equation, env: dict[int, Any], goes_on: bool) -> Any:
-        """What a kernel makes; a residual stream goes on from a norm, so that both its gradients come in one pass."""
+        """The result of a kernel; a norm also returns x for a residual stream, so that one pass computes both gradients."""
         (made,), x = equation.op.made, env[form.x]
         if form.what in _LOSSES:
             losses = _losses(form, x, jnp.asarray(value_of(form.targets, env)))
@@ -591,7 +591,7 @@ class _Running:
 
 
 def _losses(form: Form, logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Of every row; one whose loss is NaN has no gradient, so that it may be left out afterwards."""
+    """The loss of every row; a row with loss NaN has no gradient, so that it can be masked out afterwards."""
     words, targets = logits.shape[-1], as_counted(targets.reshape(logits.shape[:-1]), None)
     if form.beyond == "nearest":
         return cross_entropy_of_rows(logits, jnp.clip(targets, 0, words - 1))

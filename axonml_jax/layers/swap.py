@@ -1,4 +1,4 @@
-"""Which layer becomes which, and which layers form a pair: probed by running the model's code."""
+"""Which parallel layer replaces which layer, and which layers form a pair: found by tracing the model's code."""
 
 import inspect
 import math
@@ -28,7 +28,7 @@ from axonml_jax.program.program import Equation, Program, entry_of, follow, is_c
 
 
 class FusedColumnLinear(ColumnParallelLinear):
-    """A `ColumnParallelLinear` whose output is `blocks` equal parts behind each other, each of them split over the ranks.
+    """A `ColumnParallelLinear` whose output consists of `blocks` equal parts, each split over the ranks.
 
     The kernel rests by plain columns, as every other; where it is multiplied with, ranks have swapped columns, so that each
     has its own of every block. Made by `auto_parallelize`.
@@ -42,14 +42,14 @@ class FusedColumnLinear(ColumnParallelLinear):
     blocks: int
 
     def columns(self) -> tuple[jax.Array, jax.Array | None]:
-        """The kernel and the bias that this rank multiplies with."""
+        """The kernel and the bias that this rank multiplies with, of every block its part."""
         kernel, bias = super().columns()
         own = lambda shard: own_of_blocks(shard, self.blocks, bound(self.axis))
         return own(kernel), None if bias is None else own(bias)
 
 
 def own_of_blocks(shard: jax.Array, blocks: int, axes: AxisNames) -> jax.Array:
-    """This rank's part of every block.
+    """This rank's part of every block of a shard.
 
     Args:
       shard: [..., d/n], this rank's part of a dim that is cut plainly.
@@ -95,7 +95,7 @@ class SplitLinearGeneral(nnx.LinearGeneral):
     gather_output: bool
 
     def __call__(self, inputs: jax.Array, out_sharding=None) -> jax.Array:
-        """Arguments as `nnx.LinearGeneral` takes them."""
+        """Apply the layer; arguments as for `nnx.LinearGeneral`."""
         axes = bound(self.mesh_axis)
         if not axes:
             return super().__call__(inputs, out_sharding)
@@ -132,7 +132,7 @@ class SplitEinsum(nnx.Einsum):
     gather_output: bool
 
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None, out_sharding=None) -> jax.Array:
-        """Arguments as `nnx.Einsum` takes them."""
+        """Apply the layer; arguments as for `nnx.Einsum`."""
         axes = bound(self.mesh_axis)
         if not axes:
             return super().__call__(inputs, einsum_str, out_sharding)
@@ -173,7 +173,7 @@ class SplitHeadsAttention(nnx.MultiHeadAttention):
     mesh_axis: str
 
     def __call__(self, inputs_q, inputs_k=None, inputs_v=None, *, mask=None, **options):
-        """Arguments as `nnx.MultiHeadAttention` takes them; a mask may differ from head to head."""
+        """Apply the layer; arguments as for `nnx.MultiHeadAttention`; a mask may differ between heads."""
         axes = bound(self.mesh_axis)
         if axes and mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
             mask = own_slice(mask, axes, mask.ndim - 3)
@@ -181,7 +181,7 @@ class SplitHeadsAttention(nnx.MultiHeadAttention):
 
 
 def result_dim(equation: str, letter: str) -> int:
-    """The dim of an einsum's result that a letter names, counted from the end that has no ellipsis between.
+    """The dim of an einsum's result that a letter names, counted from the side without an ellipsis.
 
     >>> result_dim("...a,ab->...b", "b"), result_dim("ab,bc->c...", "c")
     (-1, 0)
@@ -212,7 +212,7 @@ def letters_of(equation: str) -> tuple[str, str, str]:
 
 @dataclass(frozen=True)
 class Example:
-    """The arguments of a call of the model.
+    """Arguments for a call of the model.
 
     Attributes:
       arrays: those leaves that are arrays or shapes; None in the place of the others.
@@ -226,7 +226,7 @@ class Example:
 
     @staticmethod
     def of(model: nnx.Module, example: Any, kwargs: Mapping[str, Any] | None) -> "Example":
-        """From what the user gave: one argument or a tuple of several, and keyword arguments.
+        """Make an example from the user's arguments: one argument or a tuple of several, and keyword arguments.
 
         Raises:
           TypeError: when the model cannot be called so.
@@ -248,7 +248,7 @@ class Example:
         return Example(arrays, [None if _is_array(leaf) else leaf for leaf in leaves], treedef)
 
     def call(self, model: Any, arrays: list[Any]) -> PyTree:
-        """What the model makes of it, with these arrays; NNX objects, such as `nnx.Rngs`, are copied."""
+        """Call the model with these arrays in the example; NNX objects, such as `nnx.Rngs`, are copied."""
         rest = [nnx.clone(leaf) if isinstance(leaf, nnx.Pytree) else leaf for leaf in self.rest]
         args, kwargs = self.treedef.unflatten(
             [value if array is None else array for array, value in zip(arrays, rest, strict=True)]
@@ -267,7 +267,7 @@ def _is_array(x: Any) -> bool:
 
 @dataclass(frozen=True)
 class SplitAxes:
-    """How layers are split on a mesh.
+    """The mesh axes over which layers are split.
 
     Attributes:
       axis: the axis that splits output features: `tensor`, or `row` where there is no `tensor`.
@@ -283,12 +283,12 @@ class SplitAxes:
 
     @property
     def axes(self) -> tuple[str, str, str]:
-        """What a 3-D layer calls row, col and depth."""
+        """The axes that a 3-D layer calls row, col and depth."""
         return self.axis, "col", "depth"
 
     @staticmethod
     def of(mesh: Any) -> "SplitAxes":
-        """That of a mesh.
+        """The axes of a mesh that split layers.
 
         Raises:
           ValueError: when no axis of the mesh splits layers.
@@ -315,7 +315,7 @@ class SplitAxes:
 
 @dataclass(frozen=True)
 class SwappedLayer:
-    """One layer.
+    """What `auto_parallelize` did with one layer, and why.
 
     Attributes:
       path: where it is in the model.
@@ -332,7 +332,7 @@ class SwappedLayer:
 
 @dataclass
 class AutoReport:
-    """What became of every layer with parameters.
+    """What `auto_parallelize` did with every layer with parameters.
 
     Attributes:
       axes: the mesh axes that split layers, with their degrees.
@@ -343,7 +343,7 @@ class AutoReport:
     entries: list[SwappedLayer] = field(default_factory=list)
 
     def nothing_swapped(self) -> str | None:
-        """What to warn of when the call had no effect; None: it had one."""
+        """A warning if the call had no effect; else None."""
         if self.swapped:
             return None
         why = [f"  {path}: {entry.why}" for path, entry in self._folded()]
@@ -360,7 +360,7 @@ class AutoReport:
 
     @property
     def left(self) -> dict[str, str]:
-        """The layers that every rank still computes whole: path to the reason."""
+        """The layers that every rank still computes in full: path to the reason."""
         return {entry.path: entry.why for entry in self.entries if entry.became is None}
 
     def __str__(self) -> str:
@@ -370,7 +370,7 @@ class AutoReport:
         return "\n".join([f"auto_parallelize over {split}: {len(self.swapped)} of {len(self.entries)} layers", table])
 
     def _folded(self) -> list[tuple[str, SwappedLayer]]:
-        """One row for layers of repeated blocks to which the same happened: a path in which numbers that differ are `*`."""
+        """The entries, with repeated blocks that were treated alike as one: differing numbers in the path become `*`."""
         alike: dict[tuple, list[SwappedLayer]] = {}
         for each in self.entries:
             name = "/".join("*" if part.isdigit() else part for part in each.path.split("/"))
@@ -391,7 +391,7 @@ def _common(group: list[SwappedLayer]) -> str:
 
 @dataclass(frozen=True)
 class Split:
-    """A value of which every rank may hold a part.
+    """Mark of a value of which every rank may hold a part.
 
     Attributes:
       dim: the dim that is split.
@@ -406,7 +406,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Uniform:
-    """A value that is the same along some dims, whatever their sizes."""
+    """Mark of a value that is constant along some dims, whatever their sizes."""
 
     dims: frozenset[int]
 
@@ -416,7 +416,7 @@ Mark = Split | Uniform | None
 
 
 def carried(equation: Equation, marks: Sequence[Mark], ranks: int) -> Mark | bool:
-    """The mark of an equation's results; False where a split value would not come out right.
+    """The mark of an equation's results; False if a split operand would give a wrong result.
 
     Args:
       equation: the equation.
@@ -437,7 +437,7 @@ def carried(equation: Equation, marks: Sequence[Mark], ranks: int) -> Mark | boo
 
 
 def _followed(equation: Equation, k: int, mark: Split, ranks: int) -> Split | None:
-    """Where operand k's split dim goes; its blocks stay, become a dim of their own, or are taken apart."""
+    """Where operand k's split dim goes, and what becomes of its blocks."""
     op = equation.op
     if mark.blocks == 1:
         dim = follow(op, k, mark.dim, ranks)
@@ -453,7 +453,7 @@ def _followed(equation: Equation, k: int, mark: Split, ranks: int) -> Split | No
 
 
 def blocks_wanted(equation: Equation, mark: Split) -> int:
-    """Into how many equal parts behind each other an equation cuts a split dim; 1: it does not."""
+    """The number of equal consecutive parts into which an equation cuts a split dim; 1 if it does not."""
     op = equation.op
     if op.name not in ("split", "slice", "reshape"):
         return 1
@@ -471,19 +471,19 @@ def blocks_wanted(equation: Equation, mark: Split) -> int:
 
 
 def _into(equation: Equation, k: int, dim: int, ranks: int) -> list[int]:
-    """The dims of operand k that go into a dim of the results."""
+    """The dims of operand k that map to a dim of the result."""
     return [d for d in range(equation.op.given[k].ndim) if follow(equation.op, k, d, ranks) == dim]
 
 
 def _is_uniform(equation: Equation, k: int, dim: int, mark: Mark) -> bool:
-    """Whether operand k is the same along one of its dims."""
+    """Whether operand k is constant along one of its dims."""
     if is_constant(equation.inputs[k]) or equation.op.given[k].shape[dim] == 1:
         return True
     return isinstance(mark, Uniform) and dim in mark.dims
 
 
 def _uniform(equation: Equation, marks: Sequence[Mark]) -> Uniform | None:
-    """Along which dims a result is the same, of operands of which none is split."""
+    """The dims along which a result is constant, if no operand is split."""
     op, shape = equation.op, equation.op.made[0].shape if equation.outputs else ()
     if op.name == "iota":
         dims = set(range(len(shape))) - {op.options["dimension"]}
@@ -505,14 +505,14 @@ PREFIX = f"{MARK}layer_"
 
 
 class LayerPart(NamedTuple):
-    """What of a layer is only a rank's: of a "column" the output, of a "row" the input, along `dim`."""
+    """Which part of a layer a rank has: the output of a "column", or the input of a "row", along `dim`."""
 
     kind: str
     dim: int
 
 
 def modes_of(model: nnx.Module) -> list[bool | None]:
-    """In which modes the model's calls may differ: as it is, and where it has layers that change, in training and without."""
+    """The modes in which the model's calls may differ: as it is, and training and evaluation if layers depend on it."""
     modules = [module for _, module in nnx.iter_graph(model) if isinstance(module, nnx.Module)]
     switches = any(hasattr(each, name) for each in modules for name in ("deterministic", "use_running_average"))
     return [None, True, False] if switches else [None]
@@ -525,7 +525,7 @@ def traced(
     ranks: int,
     training: bool | None = None,
 ) -> tuple[Program, dict]:
-    """The program of a call of the model, and whose parameter each of its first inputs is.
+    """The program of a call of the model, and the parameters of which its first inputs are.
 
     Args:
       model: the model; a copy of it is traced.
@@ -561,7 +561,7 @@ def traced(
 
 
 def _probe(kind: type, name: str, part: LayerPart | None, ranks: int) -> type:
-    """A subclass whose calls are named ones."""
+    """A subclass of a layer whose calls can be found in a program by name."""
 
     def named(fn: Callable) -> Callable:
         def run(x: jax.Array) -> jax.Array:
@@ -600,11 +600,11 @@ EASY = {"scatter_input": True, "gather_output": True, "overlap": False}
 
 
 class Left(Exception):  # not an error: the answer "no", with its reason
-    """Why a layer stays as it is."""
+    """Raised with the reason why a layer is not swapped."""
 
 
 def linear(layer: nnx.Linear, ground: SplitAxes) -> Change:
-    """A linear layer alone: by columns where they divide, else by rows."""
+    """The change of a linear layer: by columns if they divide, else by rows."""
     if ground.is_grid:
         grid = Grid.of(ground.axes, False)
         sizes = {"in_features": (layer.in_features, ground.into), "out_features": (layer.out_features, ground.ranks)}
@@ -621,7 +621,7 @@ def linear(layer: nnx.Linear, ground: SplitAxes) -> Change:
 
 
 def column(axis: str, *, gather_output: bool) -> Change:
-    """Output features split."""
+    """The change to a layer that splits output features."""
     attributes = {
         "axis": axis,
         "gather_output": gather_output,
@@ -636,21 +636,21 @@ def column(axis: str, *, gather_output: bool) -> Change:
 
 
 def fused(axis: str, blocks: int) -> Change:
-    """Output features in blocks, each split."""
+    """The change to a layer whose output consists of blocks, each split."""
     _, attributes, specs, _ = column(axis, gather_output=False)
     how = f"columns of {blocks} layers in one, output stays split; swaps columns"
     return FusedColumnLinear, {**attributes, "blocks": blocks}, specs, how
 
 
 def row(axis: str, *, input_is_parallel: bool) -> Change:
-    """Input features split."""
+    """The change to a layer that splits input features."""
     attributes = {"axis": axis, "input_is_parallel": input_is_parallel, "sequence_parallel": False, "ring": False}
     how = "rows, takes a split input" if input_is_parallel else "rows, splits its input"
     return RowParallelLinear, attributes, {"kernel": PartitionSpec(axis, None)}, how
 
 
 def embed(layer: nnx.Embed, ground: SplitAxes) -> Change:
-    """A table, by its rows."""
+    """The change of a table: split by rows."""
     if ground.is_grid:
         grid = Grid.of(ground.axes, False)
         _divide({"num_embeddings": (layer.num_embeddings, ground.into), "features": (layer.features, ground.ranks)})
@@ -668,7 +668,7 @@ def embed(layer: nnx.Embed, ground: SplitAxes) -> Change:
 
 
 def conv(layer: nnx.Conv, ground: SplitAxes) -> Change:
-    """A convolution, by its channels."""
+    """The change of a convolution: split by channels."""
     grid, groups = Grid.of(ground.axes, False), layer.feature_group_count
     _divide(
         {
@@ -684,7 +684,7 @@ def conv(layer: nnx.Conv, ground: SplitAxes) -> Change:
 
 
 def linear_general(layer: nnx.LinearGeneral, ground: SplitAxes) -> Change:
-    """By the first output dim."""
+    """The change of an `nnx.LinearGeneral`: split by its first output dim."""
     if layer.batch_axis:
         raise Left("it has batch axes")
     _divide({"in the first output dim, the only one that is split,": (layer.out_features[0], ground.ranks)})
@@ -692,7 +692,7 @@ def linear_general(layer: nnx.LinearGeneral, ground: SplitAxes) -> Change:
 
 
 def heads(layer: nnx.LinearGeneral, axis: str, *, gather_output: bool) -> Change:
-    """The first output dim split, such as heads."""
+    """The change to a layer that splits its first output dim, such as heads."""
     attributes = {"mesh_axis": axis, "part": "column", "gather_output": gather_output}
     ins, rest = [None] * len(layer.in_features), [None] * (len(layer.out_features) - 1)
     specs = {"kernel": PartitionSpec(*ins, axis, *rest), "bias": PartitionSpec(axis, *rest)}
@@ -700,14 +700,14 @@ def heads(layer: nnx.LinearGeneral, axis: str, *, gather_output: bool) -> Change
 
 
 def of_heads(layer: nnx.LinearGeneral, axis: str) -> Change:
-    """The first input dim split, as `heads` leaves it."""
+    """The change to a layer that takes a split first input dim, as `heads` leaves it."""
     attributes = {"mesh_axis": axis, "part": "row", "gather_output": False}
     rest = [None] * (len(layer.in_features) - 1 + len(layer.out_features))
     return SplitLinearGeneral, attributes, {"kernel": PartitionSpec(axis, *rest)}, "rows, takes a split input"
 
 
 def einsum(layer: nnx.Einsum, ground: SplitAxes) -> Change:
-    """By the first letter of the kernel that the result keeps and that divides."""
+    """The change of an einsum: split by the first kernel letter that the result keeps and that divides."""
     if layer.einsum_str is None:
         raise Left("its equation is given with every call")
     free = free_letters(layer, ground.ranks)
@@ -719,7 +719,7 @@ def einsum(layer: nnx.Einsum, ground: SplitAxes) -> Change:
 
 
 def free_letters(layer: nnx.Einsum, ranks: int) -> list[str]:
-    """The letters of the kernel that only the result has besides, and that divide."""
+    """The kernel letters that only the result shares, and that divide."""
     given, kernel, result = letters_of(layer.einsum_str or ",->")
     if "..." in kernel:
         return []
@@ -728,14 +728,14 @@ def free_letters(layer: nnx.Einsum, ranks: int) -> list[str]:
 
 
 def einsum_column(layer: nnx.Einsum, axis: str, letter: str, *, gather_output: bool) -> Change:
-    """A letter of the result split."""
+    """The change to an einsum with a letter of the result split."""
     attributes = {"mesh_axis": axis, "letter": letter, "part": "column", "gather_output": gather_output}
     how = f"letter {letter}, " + ("gathers its output" if gather_output else "output stays split")
     return SplitEinsum, attributes, _letter_specs(layer, axis, letter), how
 
 
 def einsum_row(layer: nnx.Einsum, axis: str, letter: str) -> Change:
-    """A letter that is summed over split, as the input is."""
+    """The change to an einsum with a contracted letter split, as its input is."""
     attributes = {"mesh_axis": axis, "letter": letter, "part": "row", "gather_output": False}
     return SplitEinsum, attributes, _letter_specs(layer, axis, letter), f"letter {letter}, takes a split input"
 
@@ -753,7 +753,7 @@ def _letter_specs(layer: nnx.Einsum, axis: str, letter: str) -> dict[str, Partit
 
 
 def attention(layer: nnx.MultiHeadAttention, ground: SplitAxes) -> dict[str, Change]:
-    """By heads: the changes of the layer itself ("") and of its projections.
+    """The changes of an attention layer ("") and its projections: split by heads.
 
     Raises:
       Left: with the reason why heads cannot be split; the projections may still be, one by one.
@@ -785,7 +785,7 @@ RULES: Mapping[type, Callable[[Any, SplitAxes], Change]] = {
 
 
 def apply(layer: Any, change: Change) -> None:
-    """Make the layer what a change says, in place."""
+    """Turn a layer in place into what a change describes."""
     kind, attributes, specs, _ = change
     layer.__class__ = kind
     for name, value in attributes.items():
@@ -814,7 +814,7 @@ def _divide(sizes: dict[str, tuple[int, int]]) -> None:
 
 @dataclass(frozen=True)
 class Port:
-    """A layer as a pair sees it.
+    """How a layer can open or close a pair.
 
     Attributes:
       out_size: size of the output dim that would be split.
@@ -832,7 +832,7 @@ class Port:
 
 
 def port(layer: Any, axis: str, ranks: int) -> Port | None:
-    """That of a layer; None for other layers."""
+    """The port of a layer; None for layers that cannot be paired."""
     if type(layer) is nnx.Linear:
         closing = row(axis, input_is_parallel=True)
         return Port(
@@ -869,7 +869,7 @@ def _einsum(layer: nnx.Einsum, axis: str, ranks: int) -> Port | None:
     free = free_letters(layer, ranks)
 
     def takes(dim: int, ndim: int) -> Change | None:
-        """A letter that is summed over may be split."""
+        """The change of the einsum if its input is split along a dim: possible if that letter is contracted."""
         before, dots, after = given.partition("...")
         names = [*before, *("." for _ in range(ndim - len(before) - len(after))), *after] if dots else [*given]
         letter = names[dim]
@@ -893,7 +893,7 @@ Path = tuple
 
 
 class Walk:
-    """A walk with a guess of which layers leave their output split, in how many blocks each; `broken` are wrong guesses.
+    """A pass over a program with a guess of which layers leave their output split, and in how many blocks.
 
     Attributes:
       broken: layers whose output must be whole, each with the reason.
@@ -989,7 +989,7 @@ class Walk:
         return sizes
 
     def differs_on_a_rank(self, program: Program) -> str | None:
-        """Where a program, traced with a rank's parts, first does something else; None: nowhere."""
+        """Where a program traced with a rank's parts first differs from this one; None if nowhere."""
         theirs = list(_steps(program))
         for mine, other in zip(self.steps, theirs, strict=False):
             if mine[:-2] != other[:-1] or not _fit(mine[-1], other[-1]):
@@ -1004,7 +1004,7 @@ class Walk:
 
 
 def doing(equation: Equation) -> tuple:
-    """What an equation does, whatever the sizes: its primitive, its name and the constants in it."""
+    """What an equation does, apart from sizes: its primitive, its name and the constants in it."""
     return equation.name, equation.op.label, tuple(str(atom.val) for atom in equation.inputs if is_constant(atom))
 
 
@@ -1014,7 +1014,7 @@ def line_of(equation: Equation) -> str:
 
 
 def _steps(program: Program) -> Iterator[tuple]:
-    """What a program does with the shapes of the results; bodies of calls after the call, layers not opened."""
+    """Yield what a program does, with the shapes of results; bodies follow their calls, layers are not opened."""
     for equation in program.equations:
         yield (*doing(equation), [aval.shape for aval in equation.op.made])
         if not equation.op.label.startswith(PREFIX) and equation.called is not None:
@@ -1037,7 +1037,7 @@ def _fit(allowed: list[list[tuple[int, ...]]], shapes: list[tuple[int, ...]]) ->
 
 @dataclass
 class Pairs:
-    """What a trace of the model says.
+    """The pairs that a trace of the model shows.
 
     Attributes:
       columns: layers whose output may stay split.
@@ -1057,7 +1057,7 @@ class Pairs:
 def find_pairs(
     model: nnx.Module, candidates: Mapping[Path, Port], others: set[Path], example: Example, ranks: int
 ) -> Pairs:
-    """Pair linear layers, never where the result would differ, in training or without.
+    """Find linear layers to pair; never where the result would differ, in training or evaluation.
 
     Args:
       model: the model, unchanged.
@@ -1084,7 +1084,7 @@ def find_pairs(
 
 
 class _Search:
-    """The model's programs in all its modes.
+    """Searches the model's programs, in all its modes, for pairs.
 
     Attributes:
       read: layers whose parameters are read outside their own calls.
@@ -1108,7 +1108,7 @@ class _Search:
             self.read |= {owners[i] for i in _read_outside(program, set(owners))}
 
     def settled(self, ports: Mapping[Path, Port], able: set[Path]) -> list[Walk]:
-        """Walks in which no guess is wrong: fewer and fewer of `able` leave their output split."""
+        """Walks without wrong guesses: repeated with fewer and fewer of `able` leaving their output split."""
         while True:
             flows = []
             for program in self.programs.values():
@@ -1124,13 +1124,13 @@ class _Search:
             able = able - broken.keys()
 
     def _fused(self, flows: list[Walk], ports: Mapping[Path, Port], broken: set[Path]) -> dict[Path, int]:
-        """Layers to try again as several side by side, whose output is cut into them."""
+        """Layers to try again as several side by side, because the program cuts their output."""
         found = {path: blocks for flow in flows for path, blocks in flow.fused.items() if path in broken}
         fits = lambda path, blocks: ports[path].fuses and ports[path].out_size % (blocks * self.ranks) == 0
         return {p: blocks for p, blocks in found.items() if p not in self.blocks and fits(p, blocks)}
 
     def same_code(self, flows: list[Walk]) -> bool:
-        """Whether the model does the same with a rank's features: code that reads sizes off shapes would not."""
+        """Whether the model does the same with a rank's features, which code that reads sizes off shapes does not."""
         parts: dict[Path, LayerPart | None] = dict.fromkeys(self.names)
         for flow in flows:
             parts |= {path: LayerPart("column", flow.opened[path]) for path in flow.used()}
@@ -1150,7 +1150,7 @@ class _Search:
 
 
 def _torn(flows: list[Walk]) -> dict[Path, str]:
-    """Columns that feed a row in one mode of the model which takes something else in another."""
+    """Columns whose row in one mode takes something else in another."""
     torn: dict[Path, str] = {}
     for flow in flows:
         for path, sources in flow.taken:
@@ -1164,7 +1164,7 @@ def _used(flows: list[Walk]) -> set[Path]:
 
 
 def _kinds(flows: list[Walk]) -> list[set[Path]]:
-    """The layers that leave their output split, those together that feed one row or have one name in several blocks."""
+    """Groups of layers that must agree: those that feed one row, or have one name in several blocks."""
     kinds: list[set] = []
     for _, sources in (taken for flow in flows for taken in flow.taken):
         names = {tuple(part for part in path if not isinstance(part, int)) for path in sources}
@@ -1175,14 +1175,14 @@ def _kinds(flows: list[Walk]) -> list[set[Path]]:
 
 
 def _read_outside(program: Program, positions: set[int]) -> Iterator[int]:
-    """Which inputs are read by more than layers' own calls."""
+    """Yield the inputs that are read by more than their layer's own calls."""
     alias = {program.inputs[i]: i for i in positions}
     yield from _reads(program, alias)
     yield from (alias[number] for number in names_of(program.outputs) if number in alias)
 
 
 def _reads(program: Program, alias: dict[int, int]) -> Iterator[int]:
-    """The reads, one by one; `alias` learns the values that calls hand an input through to."""
+    """Yield every read of an input; `alias` also learns values that calls pass inputs on to."""
     for equation in program.equations:
         mine = [entry_of(atom, alias, None) for atom in equation.inputs]
         if all(i is None for i in mine) or equation.op.label.startswith(PREFIX):

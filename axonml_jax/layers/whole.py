@@ -1,4 +1,4 @@
-"""Parameters that layers split and that all other code sees whole."""
+"""Parameters that layers split and that all other code sees gathered."""
 
 import functools
 import math
@@ -54,7 +54,7 @@ WHOLE = "tensor_whole"
 
 @dataclass(frozen=True)
 class Units:
-    """The last dim of a parameter consists of `count` equal parts that are not cut.
+    """The last dim of a parameter consists of `count` equal parts, each of which stays on one rank.
 
     Attributes:
       count: how many.
@@ -67,19 +67,19 @@ class Units:
     replicated: bool = False
 
     def whole_on(self, ranks: int) -> bool:
-        """Whether every one of that many ranks holds all parts."""
+        """Whether each of `ranks` ranks holds all units."""
         return self.replicated and self.count < ranks and ranks % self.count == 0
 
 
 def metadata(
     spec: PartitionSpec, given: Mapping[str, Any] | None = None, units: Units | None = None, *, pads: bool = False
 ) -> dict[str, Any]:
-    """What to write on a parameter: its split, after what the user wrote."""
+    """The metadata of a parameter: the user's, then its split."""
     return {**(given or {}), SPEC: spec, **({} if units is None else {UNITS: units}), **({PADS: True} if pads else {})}
 
 
 def tensor_specs(model: nnx.Module | None, axis_sizes: Mapping[str, int]) -> dict[str, Any]:
-    """How the parameters of a model are split on a mesh.
+    """The specs of a model's parameters on a mesh, by path.
 
     Args:
       model: a module with or without parallel layers, on arrays or on shapes; None has none.
@@ -113,7 +113,7 @@ def tensor_specs(model: nnx.Module | None, axis_sizes: Mapping[str, int]) -> dic
 
 
 def split_of(spec: PartitionSpec, units: Units | None, axis_sizes: Mapping[str, int]) -> PartitionSpec:
-    """A written spec on a mesh: without the axes it lacks, and whole where there are fewer units than ranks."""
+    """A declared spec on a mesh: without absent axes, and replicated if there are fewer units than ranks."""
     entries = [tuple(axis for axis in as_axes(entry or ()) if axis in axis_sizes) for entry in spec]
     if units is not None and entries and units.whole_on(_ranks(entries[-1], axis_sizes)):
         entries[-1] = ()
@@ -121,7 +121,7 @@ def split_of(spec: PartitionSpec, units: Units | None, axis_sizes: Mapping[str, 
 
 
 def padded_sizes(model: nnx.Module | None) -> set[int]:
-    """The sizes of dims that may leave a remainder over the ranks that split them."""
+    """The sizes of dims that may be padded to divide over the ranks that split them."""
     if model is None:
         return set()
     found = [(each.shape, each.get_metadata()) for _, each in nnx.to_flat_state(nnx.state(model, nnx.Param))]
@@ -210,24 +210,24 @@ Places = tuple[tuple[int, str], ...]
 
 
 def marked_program(jaxpr: Any) -> Program:
-    """A program with its marked calls kept and all others opened."""
+    """A program with its marked calls kept and all others inlined."""
     return read_program(jaxpr, lambda op, inputs: not op.label.startswith(MARK))
 
 
 @dataclass(frozen=True, eq=False)
 class SplitValue:
-    """A gathered parameter that nobody has read yet."""
+    """A gathered parameter that no code has read yet."""
 
     value: Any
     places: Places
 
     @functools.cached_property
     def gathered(self) -> jax.Array:
-        """The parameter, gathered once."""
+        """The gathered parameter; gathered once."""
         return _gather(self.value, self.places)
 
     def sliced(self) -> "SplitValue | None":
-        """What a scan over its first dim reads, before it has the slices; None: they are no shards."""
+        """The value that a scan over dim 0 slices, still split; None if dim 0 itself is split."""
         if any(dim == 0 for dim, _ in self.places):
             return None
         return SplitValue(self.value, tuple((dim - 1, axis) for dim, axis in self.places))
@@ -235,14 +235,14 @@ class SplitValue:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What ranks of an axis have between two paired layers: every one a part, along a dim that is split."""
+    """A value between two paired layers: each rank of an axis has a part of it, along the split dim."""
 
     value: Any
     axis: str
 
 
 def gathered(shard: jax.Array, places: Places) -> jax.Array:
-    """The whole of a parameter.
+    """Gather a parameter, as a marked call.
 
     Communicates: an all-gather; nothing backward, but over depth, where every rank has a batch of its own, a reduce-scatter.
     """
@@ -250,17 +250,17 @@ def gathered(shard: jax.Array, places: Places) -> jax.Array:
 
 
 def part_of(whole: jax.Array, places: Places) -> jax.Array:
-    """This rank's part of a whole parameter. Communicates: an all-gather of its gradient, but nothing over depth."""
+    """This rank's part of a gathered parameter. Communicates: an all-gather of its gradient, but nothing over depth."""
     return _own(places)(whole)
 
 
 def opened(y: jax.Array, axis: str) -> jax.Array:
-    """A layer's output of which every rank of an axis keeps a part."""
+    """Mark a layer's output of which every rank of an axis keeps a part."""
     return _border(OPENED, CLOSED, axis)(y)
 
 
 def closed(x: jax.Array, axis: str) -> jax.Array:
-    """What another layer takes so."""
+    """Mark the input of a layer that takes such a part."""
     return _border(CLOSED, OPENED, axis)(x)
 
 
@@ -301,7 +301,7 @@ def _own(places: Places) -> Callable[[jax.Array], jax.Array]:
 
 
 def _mark(equation: Equation) -> str:
-    """The name of a marked call, which says its derivative besides or does not."""
+    """The name of a marked call, with or without a custom derivative."""
     called = equation.called if equation.name == "custom_vjp_call" else None
     inside = called.equations if called is not None else ()
     return inside[0].op.label if len(inside) == 1 else equation.op.label
@@ -332,7 +332,7 @@ PREFIX = f"{MARK}split_loss_"
 
 @dataclass(frozen=True)
 class Form:
-    """How a loss is computed.
+    """A loss that is computed from parts of its operand.
 
     Attributes:
       name: the function's, for messages.
@@ -376,7 +376,7 @@ _marking: ContextVar[bool] = ContextVar("marking", default=False)
 
 
 def split_loss(form: Form, *operands: jax.Array) -> jax.Array:
-    """The loss of parts, as an equation known by name.
+    """Compute a loss of parts, as an equation that is found by its name.
 
     Raises:
       ValueError: where JAX's types say that the first operand is whole; not while a model with swapped layers is traced.
@@ -392,7 +392,7 @@ def split_loss(form: Form, *operands: jax.Array) -> jax.Array:
 
 @contextmanager
 def recorded() -> Iterator[list[bool]]:
-    """Collects whether such a loss is traced in the block."""
+    """Collect in the block whether a loss of parts is traced."""
     token = _recorded.set(seen := [])
     try:
         yield seen
@@ -402,7 +402,7 @@ def recorded() -> Iterator[list[bool]]:
 
 @contextmanager
 def whole_allowed() -> Iterator[None]:
-    """A block whose traced program `run_marked` runs: the form of each loss is chosen there."""
+    """Block in which a traced program will be run by `run_marked`, which chooses the form of each loss."""
     token = _marking.set(True)
     try:
         yield
@@ -411,7 +411,7 @@ def whole_allowed() -> Iterator[None]:
 
 
 class WholeLosses:
-    """The losses of a program whose first operand is whole.
+    """The losses of a program whose first operand is gathered.
 
     Args:
       program: a program whose marked calls are kept.
@@ -429,7 +429,7 @@ class WholeLosses:
             self._axes[equation] = self._axes.get(equation, frozenset()) | operands[0]
 
     def taken(self, equation: Equation) -> Form | None:
-        """The form of an equation to run for whole operands; None: it is none of these, or not as it was written."""
+        """The form of an equation to run for gathered operands; None if it is not one, or is not as it was written."""
         form, op = _form(equation), equation.op
         as_written = form is not None and tuple(aval.ndim for aval in op.given) == form.dims and len(op.made) == 1
         if form is None or not as_written or equation not in self._axes or self._axes[equation] & set(form.axes):
@@ -438,11 +438,11 @@ class WholeLosses:
         return form
 
     def within(self, program: Program) -> bool:
-        """Whether a body has one of them."""
+        """Whether a body contains one of them."""
         return any(each in self._axes or any(map(self.within, each.bodies)) for each in program.equations)
 
     def refuse(self) -> None:
-        """Refuse those that nobody took: batched ones, those in branches, those whole over some of the axes.
+        """Refuse losses that were not taken: batched, in branches, or gathered over some of the axes only.
 
         Raises:
           ValueError: naming the first.
@@ -479,7 +479,7 @@ def _named_form(form: Form) -> Callable[..., jax.Array]:
 
 
 def run_marked(program: Program, values: Sequence[Any], losses: WholeLosses) -> list[Any]:
-    """Run a program; where a layer takes its part of what was gathered, it gets the shard.
+    """Run a program; layers that take their part of a gathered parameter get the shard directly.
 
     Args:
       program: a program whose marked calls are kept.
@@ -510,7 +510,7 @@ class _Level:
         self.entered: dict[Any, Any] = {}  # a value enters once, and its gradient is summed once
 
     def run(self, program: Program, values: Sequence[Any]) -> list[Any]:
-        """The results, as they are."""
+        """The results of the program."""
         return run_program(program, values, self._at)
 
     def _at(self, equation: Equation, given: list[Any]) -> Sequence[Any]:
@@ -532,7 +532,7 @@ class _Level:
         return [Part(result, axis) for result in op.bind(values)]
 
     def _enter(self, atom: Atom, value: Any, axis: str) -> Any:
-        """A value where ranks work on parts; with `check_vma` JAX has cast a whole one already."""
+        """A value for code that works on parts; with `check_vma` JAX has already cast a replicated one."""
         if isinstance(value, Part) or is_constant(atom):
             return _value(value)
         if atom not in self.entered:
@@ -543,7 +543,7 @@ class _Level:
 
 
 def _loss(form: Form, equation: Equation, given: list[Any]) -> Any:
-    """A loss of whole operands; of a table that nobody has read yet the shard is the part."""
+    """Compute a loss of gathered operands; of a table that no code has read yet, the shard is the part."""
     own, *others = given
     with equation.op.scope():
         if isinstance(own, SplitValue) and own.places == form.places:
@@ -552,7 +552,7 @@ def _loss(form: Form, equation: Equation, given: list[Any]) -> Any:
 
 
 def _opened(equation: Equation, given: list[Any], losses: WholeLosses) -> list[Any] | None:
-    """The results of an equation whose body is run with shards and parts as they are; None: it is run as it is."""
+    """The results of an equation whose body is run with shards and parts as they are; None if it is run unchanged."""
     shards = any(isinstance(value, SplitValue) for value in given)
     parts = any(isinstance(value, Part) for value in given)
     if not parts and (form := losses.taken(equation)) is not None:
@@ -607,7 +607,7 @@ def _has_marks(program: Program) -> bool:
 
 
 def _read(value: Any) -> Any:
-    """A value as every equation but a layer's own reads it."""
+    """A value as all equations except a layer's own read it."""
     return value.gathered if isinstance(value, SplitValue) else value
 
 
@@ -616,7 +616,7 @@ def _value(value: Any) -> Any:
 
 
 def _on(old: Any, value: Any) -> Any:
-    """The same kind of thing on another value."""
+    """A value of the same kind (split, part or plain) with another array."""
     if isinstance(old, SplitValue):
         return SplitValue(value, old.places)
     return Part(value, old.axis) if isinstance(old, Part) else value
@@ -632,7 +632,7 @@ def _on(old: Any, value: Any) -> Any:
 
 
 def own_part(parameter: nnx.Variable) -> jax.Array:
-    """What a layer multiplies with: its rank's part, whether the parameter holds that or, while traced, the whole."""
+    """The array that a layer multiplies with: its rank's part of a parameter that is stored split, or gathered in a trace."""
     value, written = parameter[...], parameter.get_metadata()
     if WHOLE not in written or value.shape != tuple(written[WHOLE]):
         return value
@@ -641,12 +641,12 @@ def own_part(parameter: nnx.Variable) -> jax.Array:
 
 
 def left_split(layer: nnx.Module, y: jax.Array, axis: str) -> jax.Array:
-    """The output of a layer that leaves it split for another one; said in the program where layers were swapped."""
+    """Mark a layer's output that stays split for another one, if layers were swapped."""
     return opened(y, axis) if _is_swapped(layer) else y
 
 
 def taken_split(layer: nnx.Module, x: jax.Array, axis: str) -> jax.Array:
-    """The input of a layer that takes what another one left split."""
+    """Mark the input of a layer that takes another layer's split output, if layers were swapped."""
     return closed(x, axis) if _is_swapped(layer) else x
 
 
@@ -655,7 +655,7 @@ def _is_swapped(layer: Any) -> bool:
 
 
 def reading_whole(fun: Callable, model: Functional, trains: bool, variables: Variables, *args: Any) -> Any:
-    """`fun(variables, *args)`, to which the split parameters of swapped layers are whole, inside `shard_map`.
+    """Call `fun(variables, *args)` inside `shard_map` with the split parameters of swapped layers seen as gathered.
 
     Args:
       fun: returns a pytree; leaves that are no arrays are handed through.
@@ -702,7 +702,7 @@ def reading_whole(fun: Callable, model: Functional, trains: bool, variables: Var
 
 
 def _checked(fun: Callable, places: Mapping[str, Places], trains: bool, variables: Variables, *args: Any) -> Any:
-    """`fun(variables, *args)`; refused are losses of parts that get the whole, of a part alone, and with wrong gradients."""
+    """Call `fun(variables, *args)`; refuses losses of parts that get a full operand, a part alone, or wrong gradients."""
     with recorded() as seen:
         out = fun(variables, *args)
     whole = _losses(out) if places else {}
@@ -729,7 +729,7 @@ def _checked(fun: Callable, places: Mapping[str, Places], trains: bool, variable
 
 
 def _border_at(equation: Equation) -> tuple[bool, str] | None:
-    """Whether a marked call opens code on parts over an axis, or closes it."""
+    """Whether a marked call opens (True) or closes code on parts, and over which axis; None if it is no border."""
     for name in (OPENED, CLOSED):
         if (mark := _mark(equation)).startswith(name):
             return name == OPENED, mark.removeprefix(name)
@@ -769,7 +769,7 @@ def _refuse_gradients(program: Program, given: Sequence[Axes], trained: int, los
 
 
 def _losses(out: Any) -> dict[str, jax.Array]:
-    """The numbers of a loss and of its metrics, by what users call them, where a function returns a `Loss`."""
+    """The numbers of a returned `Loss` and its metrics, by the names that users know."""
     found: dict[str, jax.Array] = {}
     for loss in jax.tree.leaves(out, is_leaf=lambda x: isinstance(x, Loss)):
         if isinstance(loss, Loss):
@@ -784,7 +784,7 @@ def _losses(out: Any) -> dict[str, jax.Array]:
 
 
 def _refuse_parts(differ: Mapping[str, Axes]) -> None:
-    """Refuse a loss, or a metric, that every rank makes of its part of what layers split: each would make another.
+    """Refuse a loss or metric that each rank computes from its part of what layers split.
 
     Args:
       differ: over which axes each may differ, by its name.
@@ -804,7 +804,7 @@ def _refuse_parts(differ: Mapping[str, Axes]) -> None:
 
 
 def _with_places(places: Mapping[str, Places], variables: Variables, args: tuple) -> tuple[list, Any, list[Places]]:
-    """All leaves with their paths, their structure, and where each is split."""
+    """All leaves with their paths, their tree structure, and where each is split."""
     tree = (variables.params, variables.frozen, variables.state, args)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     found = [places.get(path_name(path[1:]), ()) if path[0].idx < 2 else () for path, _ in leaves]
@@ -812,13 +812,13 @@ def _with_places(places: Mapping[str, Places], variables: Variables, args: tuple
 
 
 def _places(spec: PartitionSpec) -> Places:
-    """Where a spec splits an array over axes that are bound here."""
+    """Where a spec splits an array, as (dim, axis), over axes that are bound here."""
     split = ((dim, axis) for dim, entry in enumerate(spec) for axis in bound(as_axes(entry or ())))
     return tuple((dim, axis) for dim, axis in split if degree(axis) > 1)
 
 
 def _split(model: Functional) -> tuple[dict[str, Places], set[str]]:
-    """The parameters that are split here, by name, and which of them look whole."""
+    """The parameters that are split here, by name, and those of them that code sees gathered."""
     if (module := model.abstract_module) is None:
         return {}, set()
     specs = named_leaves(tensor_specs(module, {axis: degree(axis) for axis in bound(LAYER_AXES)}))

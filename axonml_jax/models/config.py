@@ -16,7 +16,7 @@ from axonml_jax.layers.options import ATTENTIONS, LatentConfig, RopeScaling
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """Which feed-forward parts are mixtures of experts, and what they are made of (see `ax.ParallelMoE`).
+    """Which feed-forward parts are mixtures of experts, and of what kind (see `ax.ParallelMoE`).
 
     Attributes:
       num_experts: experts of a layer; 0: all feed-forward parts are dense.
@@ -118,11 +118,11 @@ class ExpertsConfig:
 
     @property
     def alike(self) -> bool:
-        """Whether all blocks are of one kind."""
+        """Whether all blocks are of the same kind."""
         return not self.num_experts or (self.every == 1 and self.first_dense == 0)
 
     def make_router(self) -> Any:
-        """The router's value, which imports JAX."""
+        """Make the router (imports JAX)."""
         from axonml_jax.layers.experts import SigmoidRouter, SoftmaxRouter
 
         shared: dict[str, Any] = {"top_k": self.top_k, "renormalize": self.renormalize, "noise": self.noise}
@@ -138,7 +138,7 @@ class ExpertsConfig:
 
 
 def attention_params(config: Any) -> int:
-    """Of a block's attention."""
+    """Number of parameters of a block's attention."""
     shape = config.attention_shape
     biases = shape.opened if config.use_bias or config.qkv_bias else 0
     biases += config.hidden_size if config.use_bias else 0
@@ -147,14 +147,14 @@ def attention_params(config: Any) -> int:
 
 
 def mlp_params(config: Any) -> int:
-    """Of a dense feed-forward part."""
+    """Number of parameters of a dense feed-forward part."""
     inward = 1 if config.activation == "gelu" else 2
     biases = inward * config.mlp_size + config.hidden_size if config.use_bias else 0
     return (inward + 1) * config.hidden_size * config.mlp_size + biases
 
 
 def experts_params(config: Any, *, active: bool) -> int:
-    """Of a mixture of experts; those that a token reads, or all."""
+    """Number of parameters of a mixture of experts: those that a token reads, or all."""
     experts, hidden = config.experts, config.hidden_size
     assert experts is not None
     kind = experts.activation or config.activation
@@ -168,7 +168,7 @@ def experts_params(config: Any, *, active: bool) -> int:
 
 
 def norm_params(config: Any) -> int:
-    """Of a norm over the hidden features."""
+    """Number of parameters of a norm over the hidden features."""
     return config.hidden_size * (2 if config.norm == "layernorm" and config.use_bias else 1)
 
 
@@ -191,7 +191,7 @@ _POSITIVE_OR_NONE = ("query_scalar", "attention_softcap", "logit_softcap", "wind
 
 
 def problems(config: Any) -> Iterator[str]:
-    """A line for each; of values of wrong types, which nothing else can be asked about, these alone."""
+    """Yield a line for each problem; if values have wrong types, only those."""
     if wrong := list(wrong_types(config)):
         yield from wrong
         return
@@ -318,7 +318,7 @@ def _bad_dtypes(config: Any):
 
 
 def float_name(value: Any) -> str | None:
-    """The name of a floating-point dtype however it is given; None for anything else. The common names need no JAX."""
+    """The name of a floating-point dtype given in any way; None for anything else. Common names need no JAX."""
     if isinstance(value, str) and value in _FLOATS:
         return value
     import jax.numpy as jnp
@@ -340,7 +340,7 @@ LITTLE_WORK = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """What a `Transformer` is made of. The defaults are the Llama family's; `models.presets` names published models.
+    """The configuration of a `Transformer`. The defaults are the Llama family's; `models.presets` names published models.
 
     Attributes:
       vocab_size: number of token ids (256 for bytes).
@@ -471,7 +471,7 @@ class TransformerConfig:
 
     @cached_property
     def words_at_once(self) -> int:
-        """How many words' logits the loss holds at once; 0: those of all words."""
+        """The number of words whose logits the loss holds at once; 0 for all."""
         if self.loss_chunk is not None:
             return 0 if self.loss_chunk >= self.vocab_size else self.loss_chunk
         again = 2 * self.hidden_size * self.vocab_size / self.flops_per_token(self.max_length)
@@ -489,7 +489,7 @@ class TransformerConfig:
 
     @cached_property
     def active_params(self) -> int:
-        """Number of parameters that one token reads: of the experts those that it is sent to."""
+        """Number of parameters that one token reads: of experts, only those that it is sent to."""
         idle = lambda block: self._block_params(block, active=False) - self._block_params(block, active=True)
         return self.num_params - sum(idle(block) for block in range(self.num_layers))
 
@@ -498,11 +498,11 @@ class TransformerConfig:
         return self.experts is not None and self.experts.has_experts(block)
 
     def window_of(self, block: int) -> int | None:
-        """How many positions one sees in a block, counted from 0, itself among them; None: all before it."""
+        """The number of positions visible in a block (counted from 0), the position itself included; None for all before it."""
         return None if self.full_every is not None and (block + 1) % self.full_every == 0 else self.window
 
     def rope_of(self, block: int) -> tuple[float, RopeScaling | None]:
-        """The base of a block's rotary frequencies, and how they are scaled."""
+        """The rotary base of a block, and the scaling of its frequencies."""
         if self.window_rope_theta is None or self.window_of(block) is None:
             return self.rope_theta, self.rope_scaling
         return self.window_rope_theta, None
@@ -528,7 +528,7 @@ class TransformerConfig:
 
 @lru_cache(maxsize=256)
 def even_chunk(size: int, about: int) -> int:
-    """The chunk length nearest to `about` that cuts `size` evenly, in lanes of 128; where there is none, nearly evenly.
+    """The chunk size nearest to `about` that divides `size` in multiples of 128; if there is none, nearly even chunks.
 
     >>> even_chunk(128_256, 16_384), even_chunk(50_257, 16_384)
     (21376, 12672)
@@ -551,13 +551,13 @@ _TRAINING = {"noise", "capacity_factor", "dispatch", "load_balance", "z", "bias_
 
 
 def unlike(config: TransformerConfig, other: TransformerConfig) -> list[str]:
-    """What of a configuration makes it another model's than another one, a line each."""
+    """Lines that say in what a configuration's model differs from another one's."""
     own, theirs = _computed(config), _computed(other)
     return [f"{name}={own[name]}, there {theirs[name]}" for name in own if own[name] != theirs.get(name)]
 
 
 def _computed(config: TransformerConfig) -> dict[str, Any]:
-    """What decides over results, with defaults in place."""
+    """The settings that decide a model's results, with defaults filled in."""
     plain = {f"model.{each.name}": getattr(config, each.name) for each in fields(config) if each.name not in _FREE}
     plain |= {
         "model.num_kv_heads": config.kv_heads,

@@ -20,7 +20,7 @@ from axonml_jax.sharding.layout import to_host
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """A rule for drawing tokens.
+    """A rule for sampling tokens.
 
     Attributes:
       temperature: divides the logits; 0 takes the most likely token.
@@ -33,7 +33,7 @@ class Sampling:
     top_p: float | None = None
 
     def problems(self) -> list[str]:
-        """Everything that is wrong with it."""
+        """All problems with the rule."""
         found = {
             f"temperature={self.temperature} is negative, or no finite number": not 0 <= self.temperature < math.inf,
             f"top_k={self.top_k} is below 1": self.top_k is not None and self.top_k < 1,
@@ -42,7 +42,7 @@ class Sampling:
         return [problem for problem, present in found.items() if present]
 
     def draw(self, logits: jax.Array, key: jax.Array) -> jax.Array:
-        """int32 [b] from logits [b, v] (b batch, v vocabulary)."""
+        """Sample tokens int32 [b] from logits [b, v] (b batch, v vocabulary)."""
         if self.temperature == 0:
             return _most_likely(logits)
         return _drawn(logits, key, self.temperature, 1.0 if self.top_p is None else self.top_p, top_k=self.top_k)
@@ -74,7 +74,7 @@ _SHOWN = 8
 
 
 class Prompts(NamedTuple):
-    """Prompts side by side, all of which end in the last column.
+    """Prompts side by side, which all end in the last column.
 
     Attributes:
       text: int32 [b, p]; what stands before a prompt is no part of it.
@@ -88,7 +88,7 @@ class Prompts(NamedTuple):
 def checked_prompts(
     tokens: Any, mask: Any, length: int, sampling: Sampling, window: int | None, model: Any = None
 ) -> Prompts:
-    """Prompts that a model can continue.
+    """Check prompts, and align them for a model that continues them.
 
     Args:
       tokens: integer [b, p], or a list of prompts of any lengths, before which zeros are put.
@@ -122,19 +122,19 @@ def checked_prompts(
 
 
 def longest(model: Any) -> int | None:
-    """The longest sequence that an NNX model takes, as it or a module in it says (`max_length`); None where none does."""
+    """The maximal sequence length that an NNX model, or a module in it, declares (`max_length`); None if none does."""
     modules = (module for _, module in nnx.iter_graph(model)) if isinstance(model, nnx.Module) else ()
     limits = [getattr(module, "max_length", None) for module in modules if isinstance(module, nnx.Module)]
     return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
 def keeps_caches(model: Any) -> bool:
-    """Whether a model reads on from caches as the transformer does; one of these names alone may be a user's own."""
+    """Whether a model can read on from caches as the transformer does; one of the names alone may be a user's own."""
     return all(hasattr(model, name) for name in ("extend", "empty_caches", "cache_specs"))
 
 
 def vocabulary(model: Any) -> int | None:
-    """How many words an NNX model says that it has (`vocab_size`, its own or its `config`'s); None where it says nothing."""
+    """The vocabulary size that an NNX model, or its `config`, declares (`vocab_size`); None if it does not."""
     if not isinstance(model, nnx.Module):
         return None
     said = (getattr(each, "vocab_size", None) for each in (model, getattr(model, "config", None)))
@@ -142,7 +142,7 @@ def vocabulary(model: Any) -> int | None:
 
 
 def foreign_words(prompts: Iterable[Any], words: int | None) -> list[str]:
-    """A line about the tokens that are no words of a vocabulary of that size, if there are any; None: the size is unknown."""
+    """A line about tokens beyond a vocabulary of this size, if there are any; None if the size is unknown."""
     most = 2**31 if words is None else words
     wrong = []
     for number, prompt in enumerate(prompts):
@@ -159,7 +159,7 @@ def foreign_words(prompts: Iterable[Any], words: int | None) -> list[str]:
 
 
 def _rows(tokens: Any) -> tuple[list[np.ndarray], list[str]]:
-    """The rows as they are given, and what is wrong with them."""
+    """The rows of prompts, and what is wrong with them."""
     if isinstance(tokens, Sequence):
         rows = [np.asarray(row) for row in tokens]
     else:
@@ -177,12 +177,12 @@ def _rows(tokens: Any) -> tuple[list[np.ndarray], list[str]]:
 
 
 def _whole(row: np.ndarray) -> bool:
-    """Whether a row holds whole numbers, floats among them."""
+    """Whether a row holds whole numbers, which may be floats."""
     return row.dtype.kind in "iu" or (row.dtype.kind == "f" and bool(np.all(row == np.trunc(row))))
 
 
 def _spans(rows: Sequence[np.ndarray], mask: np.ndarray) -> tuple[list[tuple[int, int]], list[str]]:
-    """From where to where the prompts go in their rows, and what is wrong with the mask."""
+    """The start and end of each prompt in its row, and what is wrong with the mask."""
     shape = (len(rows), len(rows[0]))
     if any(len(row) != shape[1] for row in rows):
         return [], ["mask is given for prompts of several lengths: leave it out, or pad them to one length"]
@@ -292,7 +292,7 @@ def continued(
     sampling: Sampling,
     after_token: AfterToken | None = None,
 ) -> np.ndarray:
-    """`text` continued by tokens drawn from `after(text)`, the logits [b, v] of the token after it.
+    """Continue `text` by tokens sampled from `after(text)`, the logits [b, v] of the next token.
 
     Raises:
       ValueError: for prompts with words beyond the logits'.
@@ -309,7 +309,7 @@ def continued(
 
 
 class Cached:
-    """Logits after a growing text from a model that keeps what it has seen, up to `room` positions.
+    """Logits after a growing text from a model with caches for up to `room` positions.
 
     Args:
       extend: reads further tokens.
@@ -324,7 +324,7 @@ class Cached:
         self.caches: Any = None
 
     def __call__(self, text: np.ndarray) -> jax.Array:
-        """[b, s] -> [b, v]; each text is the one before and one more token."""
+        """Logits [b, v] after text [b, s], which must be the last text and one more token."""
         text, starts = text * _own(text, self.starts), self.starts
         if (over := text.shape[1] - self.room) > 0:
             starts = None if starts is None else np.maximum(starts - over, 0)
@@ -342,7 +342,7 @@ class Cached:
 
 
 class Windowed:
-    """Logits after a text from a model that sees an array of `width` positions every time.
+    """Logits after a text from a model that is always given `width` positions.
 
     Every row begins in the array's first column, so that a causal model does not see what is behind it.
 
@@ -356,7 +356,7 @@ class Windowed:
         self.logits_of, self.width, self.starts = logits_of, width, starts
 
     def __call__(self, text: np.ndarray) -> jax.Array:
-        """[b, s] -> [b, v]."""
+        """Logits [b, v] after text [b, s]."""
         if self.starts is None:
             seen = text[:, -self.width :]
             padded = np.pad(seen, ((0, 0), (0, self.width - seen.shape[1])))
@@ -368,7 +368,7 @@ class Windowed:
 
 
 def logits_in(returned: Any) -> jax.Array:
-    """What a model returned.
+    """Check that a model returned logits [b, w, v], and return them.
 
     Raises:
       TypeError: where these are no logits alone, with the remedy.
@@ -384,14 +384,14 @@ def logits_in(returned: Any) -> jax.Array:
 
 
 def _own(text: np.ndarray, starts: np.ndarray | None) -> Any:
-    """1 where a token is of its row's text, 0 before."""
+    """1 for tokens of a row's text, 0 for padding before it."""
     return 1 if starts is None else np.arange(text.shape[1]) >= starts[:, None]
 
 
 def extended(
     model: Any, tokens: jax.Array, caches: Any, room: int, starts: jax.Array | None = None
 ) -> tuple[jax.Array, Any]:
-    """What `Extend` does with a transformer in eval mode; its logits are as its layers leave them.
+    """Implements `Extend` for a transformer in eval mode; its logits are split as its layers leave them.
 
     Sequence parallelism is switched off in the model given: one more position cannot be split. It changes no result.
     """

@@ -123,7 +123,7 @@ def _make_experts(config: TransformerConfig, *, rngs) -> ParallelMoE:
 
 
 def make_vocabulary(config: TransformerConfig, *, rngs) -> VocabParallelEmbedding | ParallelEmbedding:
-    """The table of token embeddings, whose rows are split."""
+    """The table of token embeddings, split by rows."""
     options: dict[str, Any] = {"embedding_init": nnx.initializers.normal(INIT_STD), "overlap": config.overlap}
     options |= _dtypes(config)
     if config.split == "grid":
@@ -134,7 +134,7 @@ def make_vocabulary(config: TransformerConfig, *, rngs) -> VocabParallelEmbeddin
 
 
 def make_positions(config: TransformerConfig, *, rngs) -> nnx.Embed:
-    """The table of positions, whole on every rank."""
+    """The table of positions, replicated on every rank."""
     init = nnx.initializers.normal(INIT_STD)
     table = nnx.Embed(config.max_length, config.hidden_size, embedding_init=init, rngs=rngs, **_dtypes(config))
     return _as_read(table, config)
@@ -166,7 +166,7 @@ def make_dropout(config: TransformerConfig, *, rngs) -> ParallelDropout:
 
 
 def _inner(config: TransformerConfig) -> dict[str, Any]:
-    """Of both halves of a block. What writes into the residual stream starts smaller by sqrt(2 * num_layers) (GPT-2)."""
+    """Options of both halves of a block; output layers start smaller by sqrt(2 * num_layers) (GPT-2)."""
     axis: PairAxes = "tensor" if config.split == "tensor" else ROW_COL_DEPTH
     return {
         "use_bias": config.use_bias,
@@ -188,7 +188,7 @@ def _dtypes(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _as_read(table: Any, config: TransformerConfig) -> Any:
-    """A table that computes in the dtype in which it is read; nnx.Embed keeps that of its parameters.
+    """Make a table compute in the dtype in which it is read; nnx.Embed would keep its parameters' dtype.
 
     With parameters in float32 read in bfloat16 all activations would be float32 otherwise, and every product after them.
     """
@@ -224,7 +224,7 @@ def cross_entropy(
 
 
 def counted(targets: jax.Array, ignore: int = -1) -> jax.Array:
-    """Which targets count for something: neither negative nor `ignore`; booleans of their shape."""
+    """Which targets count: those that are neither negative nor `ignore`; booleans of their shape."""
     known = targets >= 0
     return known if ignore < 0 else known & (targets != ignore)
 
@@ -262,7 +262,7 @@ class MLP(nnx.Module):
         self.layers = nnx.List([kind(*width, rngs=rngs) for kind, width in zip(kinds, widths, strict=True)])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., sizes[0]] -> [..., sizes[-1]]."""
+        """Apply the layers, [..., sizes[0]] -> [..., sizes[-1]]."""
         *hidden, last = self.layers
         for layer in hidden:
             x = self.activation(layer(x))
@@ -301,7 +301,7 @@ def router_metrics(routers: RouterValues) -> dict[str, WeightedMean]:
 
 
 class Stack(nnx.Module):
-    """`layers` of one kind, one after the other, as a scan: traced and compiled once, however many they are.
+    """`count` equal layers applied by a scan, traced and compiled once.
 
     Its parameters are those of one layer with the layers along dim 0, under the names of a layer's own.
 
@@ -324,7 +324,7 @@ class Stack(nnx.Module):
         self.count, self.layer = count, layer
 
     def __call__(self, x: jax.Array, **same: Any) -> tuple[jax.Array, Any]:
-        """x through all layers, which return it and something besides: (x, the layers' others along dim 0).
+        """Apply all layers to x; returns (x, the layers' other results stacked along dim 0).
 
         Args:
           x: what goes through.
@@ -352,7 +352,7 @@ class Stack(nnx.Module):
 
 
 def stacked(values: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Arrays of numbered layers (`blocks/0/norm/scale`) as a stack of so many holds them (`blocks/layer/norm/scale`)."""
+    """Stack the arrays of numbered layers (`blocks/0/norm/scale`) as a `Stack` holds them (`blocks/layer/norm/scale`)."""
     found = {}
     for name, value in values.items():
         parts = re.fullmatch(r"blocks/(\d+)/(.*)", name)
@@ -411,7 +411,7 @@ class Block(nnx.Module):
         return self._joined(x, mixed, prefetch)
 
     def extend(self, x: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
-        """The same for positions after those in a cache."""
+        """Apply the block to positions after those in a cache."""
         attention: Any = self.attention
         mixed, cache = attention.extend(self.attention_norm(x), cache)
         return self._joined(x, mixed)[0], cache
@@ -458,7 +458,7 @@ class Transformer(nnx.Module):
 
     @property
     def max_length(self) -> int:
-        """The longest sequence that a call takes."""
+        """The longest sequence that a call accepts."""
         return self.config.max_length
 
     def __call__(
@@ -580,7 +580,7 @@ class Transformer(nnx.Module):
         return self._logits(x), kept
 
     def empty_caches(self, batch: int, room: int, starts: jax.Array | None = None) -> list[Cache]:
-        """One cache per block with room for so many positions, of the heads that this rank computes.
+        """One empty cache per block with room for `room` positions, of this rank's heads.
 
         Args:
           batch: rows.
@@ -594,7 +594,7 @@ class Transformer(nnx.Module):
         return [block.attention.empty_cache(batch, room, starts) for block in self.blocks]
 
     def cache_specs(self, rows: Any, heads: str | None, padded: bool = False) -> list[Cache]:
-        """How the caches lie on a mesh.
+        """The PartitionSpecs of the caches on a mesh.
 
         Args:
           rows: the axes that split sequences, as an entry of a spec.

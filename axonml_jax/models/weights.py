@@ -1,4 +1,4 @@
-"""Arrays of a model from files of Hugging Face and into them, part by part."""
+"""Reads and writes a model's arrays in Hugging Face files, part by part."""
 
 import functools
 import json
@@ -35,7 +35,7 @@ from axonml_jax.sharding.layout import Checkpointable, Layout, Leaf, from_stored
 
 
 def filled_int8(leaf: Leaf, fill: Callable[[Leaf], Any]) -> tuple[Any, Any]:
-    """int8 and scales as a leaf and its scales rest; of one matrix, or stack of them, each device holds its part as floats.
+    """int8 values and scales for a leaf and its scales; each device briefly holds its part of one matrix or stack as floats.
 
     Args:
       leaf: with scales.
@@ -67,7 +67,7 @@ def _stored_int8(floats: Any, layout: Layout | None, scales_layout: Layout | Non
 
 
 def element_on_host(array: Any, index: tuple[int, ...]) -> np.ndarray:
-    """`array[index]` in this process's memory. Between devices only that element is sent, never the stack that it is in.
+    """Fetch `array[index]` to this process's host memory; devices send only that element, not its stack.
 
     Args:
       array: [..., *rest], anything that has elements; every process of its mesh calls alike.
@@ -84,7 +84,7 @@ def element_on_host(array: Any, index: tuple[int, ...]) -> np.ndarray:
 
 @functools.lru_cache(maxsize=256)
 def _program(mesh: Mesh, spec: tuple[Any, ...], count: int) -> Any:
-    """The program that reads `array[index]`, of `count` numbers, for every array that rests alike."""
+    """The program that reads `array[index]`, with `count` indices, for arrays sharded alike."""
     axes = tuple(as_axes(each or ()) for each in spec[:count])
     if not any(axes):
         read = lambda array, index: array[tuple(index)] if count else array.copy()
@@ -99,7 +99,7 @@ def _program(mesh: Mesh, spec: tuple[Any, ...], count: int) -> Any:
 
 
 def _from_owner(block: jax.Array, index: jax.Array, axes: tuple[tuple[str, ...], ...]) -> jax.Array:
-    """A rank's part of the element, which the one rank that has it sends to the others: bits, which sums with 0 keep."""
+    """Broadcast an element's part from the rank that has it, as bits, by a sum with zeros."""
     mine = jnp.asarray(True)
     for at, over in zip(index, axes, strict=True):
         size = block.shape[0]
@@ -117,7 +117,7 @@ def _from_owner(block: jax.Array, index: jax.Array, axes: tuple[tuple[str, ...],
 
 
 def filled(leaf: Leaf, source: ArraySource, stored: StoredArrays) -> Any:
-    """An array from the files in the shape, dtype and place of a leaf; each device's part is read alone.
+    """Read an array from the files in the shape, dtype and sharding of a leaf, each device's part by itself.
 
     Args:
       leaf: says where it will rest, and how.
@@ -151,7 +151,7 @@ def filled(leaf: Leaf, source: ArraySource, stored: StoredArrays) -> Any:
 def _padded_part(
     source: ArraySource, stored: StoredArrays, whole: tuple[int, ...], bounds: tuple, dtype: Any
 ) -> np.ndarray:
-    """A part of an array as it is stored: zeros behind the last element of every dim."""
+    """A part of an array as it is stored, with zeros beyond the last element of every dim."""
     inside = tuple(slice(min(start, size), min(stop, size)) for (start, stop), size in zip(bounds, whole, strict=True))
     if any(each.start >= each.stop for each in inside):  # padding alone
         return np.zeros([stop - start for start, stop in bounds], dtype)
@@ -161,7 +161,7 @@ def _padded_part(
 
 
 def pending(name: str, parts: list[tuple[Leaf, tuple[int, ...], Place]]) -> Pending:
-    """An array there of parts of leaves here.
+    """A published array to write, made of parts of leaves here.
 
     Args:
       name: of the array there.
@@ -175,7 +175,7 @@ def pending(name: str, parts: list[tuple[Leaf, tuple[int, ...], Place]]) -> Pend
 
 
 def _on_host(leaf: Leaf, index: tuple[int, ...]) -> np.ndarray:
-    """`whole[index]` of a leaf in this process's memory, as floats, merged with its adapters."""
+    """Fetch `whole[index]` of a leaf to this process's host memory, as floats, merged with its adapters."""
     if leaf.low_rank is not None:
         first, second, scale = leaf.low_rank
         own, a, b = (_on_host(each, index) for each in (replace(leaf, low_rank=None), first, second))
@@ -228,7 +228,7 @@ def pretrained(folder: str | os.PathLike, **changes: Any) -> Transformer:
 
 
 def pretrained_config(folder: str | os.PathLike, **changes: Any) -> TransformerConfig:
-    """The configuration of such a folder.
+    """The configuration of a folder that `save_pretrained` wrote.
 
     Args:
       folder, changes: see `pretrained`.
@@ -240,7 +240,7 @@ def pretrained_config(folder: str | os.PathLike, **changes: Any) -> TransformerC
 
 
 def read_pretrained(folder: str | os.PathLike, **changes: Any) -> tuple[TransformerConfig, Values]:
-    """The configuration, and whole arrays by the names of a `state_dict`: for `load_state_dict` of a model on any mesh.
+    """Read the configuration and full arrays by `state_dict` names, for `load_state_dict` of a model on any mesh.
 
     `load_pretrained` reads in each process no more than what is its own.
 
@@ -263,7 +263,7 @@ def read_pretrained(folder: str | os.PathLike, **changes: Any) -> tuple[Transfor
 
 @no_mesh_around()
 def load_pretrained(model: Checkpointable, folder: str | os.PathLike) -> int:
-    """Put such weights into a model on a mesh, array by array; of each a process reads what its devices hold.
+    """Load published weights into a model on a mesh, array by array; each process reads what its devices hold.
 
     Make the model by a function (`ax.FSDP(lambda: Transformer(config, rngs=nnx.Rngs(0)), mesh)`) and no process ever holds more
     than its part of it, and of one array more. Every process must call this, and read the same files.
@@ -300,7 +300,7 @@ def load_pretrained(model: Checkpointable, folder: str | os.PathLike) -> int:
 
 
 def check_pretrained(config: TransformerConfig, folder: str | os.PathLike) -> None:
-    """Look whether a folder holds the weights of a model with this configuration.
+    """Check that a folder holds the weights of a model with this configuration.
 
     No array is read, but for a tied embedding and the head that files hold beside it, which must be the same.
 
@@ -324,7 +324,7 @@ def write_pretrained(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """The inverse: files that `from_pretrained` reads, with an index where they are several.
+    """Write files that `from_pretrained` reads, with an index if there are several: the inverse of `load_pretrained`.
 
     Args:
       folder: made where it is not there.
@@ -372,7 +372,7 @@ def _leaves_of(values: nnx.Module | Mapping[str, Any]) -> dict[str, Leaf]:
 def _refuse_other_model(
     config: TransformerConfig, every: Mapping[str, ArraySource], leaves: Mapping[str, Leaf]
 ) -> None:
-    """Refuse arrays that are not those of a configuration, in whose place others would be written."""
+    """Refuse arrays that do not belong to a configuration."""
     wanted = {name: shape for name, shape in _shapes(config, every).items() if name in every}
     here = {name: leaf.shape for name in wanted if (leaf := leaves.get(_MODEL + name)) is not None}
     problems = [f"  {name}: missing" for name in wanted if name not in here]
@@ -388,7 +388,7 @@ def _stored_arrays(folder: str | os.PathLike) -> StoredArrays:
 def _checked(
     every: dict[str, ArraySource], stored: StoredArrays, family: Family, config: TransformerConfig
 ) -> dict[str, ArraySource]:
-    """The sources, all of which are there, and nothing else is."""
+    """Check that all sources exist in the files, and nothing else does."""
     wanted = dict.fromkeys(place.name for source in every.values() for place in source.places)
     missing = [name for name in wanted if name not in stored]
     spare = {_HEAD} if config.tie_embeddings else set()
@@ -405,7 +405,7 @@ def _checked(
 
 
 def _refuse_other_head(stored: StoredArrays, table: str) -> None:
-    """Refuse a head that is not the embedding it is tied to: the model here would be without it."""
+    """Refuse a head that differs from the embedding it is tied to: the model here would drop it."""
     head, embedding = stored[_HEAD], stored[table]
     if head.shape == embedding.shape and len(head.shape) == 2:
         rows = max(1, _COMPARED_BYTES // (8 * head.shape[1]))
@@ -422,12 +422,12 @@ def _refuse_other_head(stored: StoredArrays, table: str) -> None:
 
 @functools.lru_cache(maxsize=1)
 def _abstract(config: TransformerConfig) -> Transformer:
-    """A model of that configuration, without values: tracing a deep one takes long."""
+    """A model of a configuration as shapes; cached, as tracing a deep one is slow."""
     return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
 
 
 def _shapes(config: TransformerConfig, every: Mapping[str, ArraySource]) -> dict[str, tuple[int, ...]]:
-    """Of the arrays that files hold: those of a model, but for what is no weight and has no source."""
+    """The shapes of the arrays that files hold: a model's, except non-weights without a source."""
     leaves, others = named_leaves(nnx.to_pure_dict(nnx.state(_abstract(config)))), _others(config) - every.keys()
     return {name: tuple(leaf.shape) for name, leaf in leaves.items() if name not in others}
 
@@ -451,16 +451,16 @@ def _listed(lines: list[str]) -> str:
 
 
 def _others(config: TransformerConfig) -> set[str]:
-    """Arrays of a model that are no weights: routers' biases and counts, random streams."""
+    """Names of a model's arrays that are not weights: routers' biases and counts, random streams."""
     return {*named_leaves(nnx.to_pure_dict(nnx.state(_abstract(config), nnx.Not(nnx.Param))))}
 
 
 def _uncounted(config: TransformerConfig, values: Values) -> Values:
-    """What routers have counted since the last update, of which files say nothing: no token."""
+    """Zeros for the counts that routers keep, which files do not hold."""
     kept = named_leaves(nnx.to_pure_dict(nnx.state(_abstract(config), RouterState)))
     return {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in kept.items() if name not in values}
 
 
 def _part(array: Any) -> np.ndarray:
-    """The least part of an array: of its dtype."""
+    """An array's first element in every dim, to learn its dtype."""
     return array[tuple(slice(0, 1) for _ in array.shape)]

@@ -154,7 +154,7 @@ def _experts(block: int, count: int) -> Places:
 
 
 def _unread(config: TransformerConfig) -> tuple[str, ...]:
-    """Modules behind the last block that predict further tokens."""
+    """Name prefixes of the modules behind the last block, which predict further tokens and are not read."""
     return (f"layers.{config.num_layers}.",)
 
 

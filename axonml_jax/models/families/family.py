@@ -1,4 +1,4 @@
-"""A published family of models as data: its configuration, the names and places of its arrays, rotary positions, windows."""
+"""A published family of models as data: its configuration, array names and layouts, rotary positions, windows."""
 
 import itertools
 import math
@@ -21,11 +21,11 @@ Index = tuple[slice, ...]
 
 
 class Sliced(Protocol):
-    """An array of which parts can be read."""
+    """Protocol of an array of which parts can be read."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """The shape of the array."""
         ...
 
     def __getitem__(self, index: Index) -> np.ndarray: ...
@@ -33,7 +33,7 @@ class Sliced(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """An array there, or a part of one.
+    """Where an array of ours is in the published files: an array there, or a part of one.
 
     Attributes:
       name: of the array there.
@@ -50,7 +50,7 @@ class Place:
     mixed: bool = False
 
     def shape(self, there: Sequence[int]) -> tuple[int, ...]:
-        """The shape here.
+        """Our shape, from the published array's.
 
         >>> Place(name="c_attn", part=1, parts=3).shape((4, 12)), Place(name="up", turned=True).shape((8, 4))
         ((4, 4), (4, 8))
@@ -64,7 +64,7 @@ class Place:
         return (*own[:-2], own[-1], own[-2]) if self.turned else own
 
     def read(self, array: Sliced, index: Index) -> np.ndarray:
-        """A part of what is here, of which no more is read than that.
+        """Read a part of our array from the published one, and no more than that.
 
         Args:
           array: the one there.
@@ -87,7 +87,7 @@ class Place:
 
 
 def assembled(places: Sequence[Place], values: Sequence[Any]) -> np.ndarray:
-    """The array there, of all its parts here: the inverse of `Place.read`."""
+    """Assemble a published array from all its parts here: the inverse of `Place.read`."""
     order = sorted(zip(places, values, strict=True), key=lambda pair: pair[0].part)
     arrays = [np.swapaxes(value, -1, -2) if place.turned else value for place, value in order]
     if len(arrays) == 1:
@@ -129,7 +129,7 @@ OFF: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models that `Transformer` can be.
+    """A family of published models that `Transformer` can be.
 
     Attributes:
       name: `model_type` in a `config.json`.
@@ -153,7 +153,7 @@ class Family:
 
 
 def other_than(described: Described, fine: Mapping[str, tuple]) -> Iterator[str]:
-    """What a `config.json` says that the transformer here does not do.
+    """Yield the settings of a `config.json` that the transformer here does not support.
 
     Args:
       described: the `config.json`.
@@ -165,14 +165,14 @@ def other_than(described: Described, fine: Mapping[str, tuple]) -> Iterator[str]
 
 
 def quantized(described: Described) -> Iterator[str]:
-    """That the weights are in a dtype which is not read here."""
+    """Yield a problem if the weights are quantized, which is not read here."""
     method = (described.get("quantization_config") or {}).get("quant_method")
     if method:
         yield f"weights quantized by {method}: save them in bfloat16 first, without quantization_config"
 
 
 def has_only(config: TransformerConfig, **options: Any) -> bool:
-    """Whether a configuration has these options, and none other of those that only some families have.
+    """Whether a configuration has these options, and no other of the options that only some families have.
 
     Args:
       config: the configuration.
@@ -188,7 +188,7 @@ def has_only(config: TransformerConfig, **options: Any) -> bool:
 
 @dataclass(frozen=True)
 class ArraySource:
-    """Where one array of a model is.
+    """The places of one of our arrays in published files.
 
     Attributes:
       dims: sizes of its first dims, each index of which has a place of its own.
@@ -199,11 +199,11 @@ class ArraySource:
     places: tuple[Place, ...]
 
     def shape(self, arrays: Mapping[str, Sliced]) -> tuple[int, ...]:
-        """The shape of the array."""
+        """The shape of our array."""
         return (*self.dims, *self.places[0].shape(arrays[self.places[0].name].shape))
 
     def read(self, arrays: Mapping[str, Sliced], index: Index, dtype: Any) -> np.ndarray:
-        """A part of the array, of which no more is read than that.
+        """Read a part of our array, and no more than that.
 
         Args:
           arrays: those there.
@@ -231,7 +231,7 @@ def sources(family: Family, config: TransformerConfig) -> dict[str, ArraySource]
 
 
 def names_there(every: Mapping[str, ArraySource]) -> dict[str, list[tuple[str, tuple[int, ...], Place]]]:
-    """For each array there, of which parts of arrays here it is made: (name here, index of the first dims, place)."""
+    """For each published array, the parts of ours that it is made of: (our name, index of the first dims, place)."""
     found: dict[str, list[tuple[str, tuple[int, ...], Place]]] = {}
     for name, source in every.items():
         for place, index in zip(source.places, np.ndindex(*source.dims), strict=True):
@@ -240,7 +240,7 @@ def names_there(every: Mapping[str, ArraySource]) -> dict[str, list[tuple[str, t
 
 
 def shape_there(places: Sequence[Place], here: Sequence[int]) -> tuple[int, ...]:
-    """The shape of an array there, of whose parts each is of the shape `here`.
+    """The shape of a published array, whose parts here each have the shape `here`.
 
     >>> shape_there([Place(name="c_attn", part=i, parts=3) for i in range(3)], (4, 4))
     (4, 12)
@@ -252,7 +252,7 @@ def shape_there(places: Sequence[Place], here: Sequence[int]) -> tuple[int, ...]
 
 
 def _together(every: Mapping[str, ArraySource], pattern: str, named: Any) -> dict[str, ArraySource]:
-    """Sources whose names match a pattern as one with a dim more in front; the others as they are."""
+    """Combine sources whose names match a pattern into one with another leading dim; others are unchanged."""
     found: dict[str, ArraySource] = {}
     parts: dict[str, dict[int, ArraySource]] = {}
     for name, source in every.items():
@@ -293,7 +293,7 @@ _NAMES = {
 
 
 def rope_problems(described: Described) -> Iterator[str]:
-    """What of them the transformer here does not do."""
+    """Yield the rotary settings that the transformer here does not support."""
     rope = _rope(described)
     if _kind(rope) not in ("default", *_NAMES):
         yield f"rope scaling {rope}"
@@ -304,7 +304,7 @@ def rope_problems(described: Described) -> Iterator[str]:
 
 
 def rope_settings(described: Described, theta: float = 10_000.0) -> dict[str, Any]:
-    """The arguments of `TransformerConfig`.
+    """The arguments of `TransformerConfig` for rotary positions.
 
     Args:
       described: the `config.json`.
@@ -323,7 +323,7 @@ def rope_settings(described: Described, theta: float = 10_000.0) -> dict[str, An
 
 
 def rope_description(config: TransformerConfig) -> dict[str, Any]:
-    """What a `config.json` says of them, for readers old and new."""
+    """The rotary settings of a `config.json`, for readers old and new."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     found: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_parameters": rope}
     scaling = config.rope_scaling
@@ -350,13 +350,13 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def window_problems(described: Described) -> Iterator[str]:
-    """What of them the transformer here does not do."""
+    """Yield the window settings that the transformer here does not support."""
     if _period(kinds := _kinds(described)) == 0:
         yield f"layer_types={kinds}: all must slide, none, or all but every so many-th"
 
 
 def window_settings(described: Described) -> dict[str, Any]:
-    """The arguments of `TransformerConfig`."""
+    """The arguments of `TransformerConfig` for windows."""
     kinds = _kinds(described)
     if SLIDING not in kinds:
         return {}
@@ -364,7 +364,7 @@ def window_settings(described: Described) -> dict[str, Any]:
 
 
 def window_description(config: TransformerConfig) -> dict[str, Any]:
-    """What a `config.json` says of them."""
+    """The window settings of a `config.json`."""
     kinds = [FULL if config.window_of(block) is None else SLIDING for block in range(config.num_layers)]
     slides = config.window is not None
     return {
@@ -376,7 +376,7 @@ def window_description(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _kinds(described: Described) -> list[str]:
-    """Of each block, `SLIDING` or `FULL`."""
+    """The kind of attention of each block, `SLIDING` or `FULL`."""
     layers, window = described["num_hidden_layers"], described.get("sliding_window")
     if window is None or not described.get("use_sliding_window", True):
         return [FULL] * layers
@@ -387,7 +387,7 @@ def _kinds(described: Described) -> list[str]:
 
 
 def _period(kinds: list[str]) -> int | None:
-    """After how many blocks one is full; None where all or none are, 0 where there is no such number."""
+    """The period after which a block is full; None if all or none are, 0 if there is no period."""
     if len(set(kinds)) == 1:
         return None
     every = kinds.index(FULL) + 1
@@ -396,6 +396,6 @@ def _period(kinds: list[str]) -> int | None:
 
 
 def plain_softmax(experts: ExpertsConfig) -> bool:
-    """Whether routers are softmax without bias and nothing is shared; what only training uses, as a capacity, may differ."""
+    """Whether routers are softmax without bias or shared experts; training-only settings, as a capacity, may differ."""
     plain = (experts.router, experts.router_bias, experts.shared_size)
     return plain == ("softmax", False, 0) and experts.activation in (None, "swiglu")

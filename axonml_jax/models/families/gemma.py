@@ -32,20 +32,20 @@ _ACTIVATION = "gelu_pytorch_tanh"
 
 
 def gemma_problems(described: Described) -> Iterator[str]:
-    """What a description of Gemma 2 or 3 asks for that the transformer here lacks; positions are checked elsewhere."""
+    """Yield settings of Gemma 2 or 3 that the transformer here lacks; positions are checked elsewhere."""
     fine = {"hidden_activation": (_ACTIVATION,), "attention_bias": (False,)}
     yield from other_than(described, fine | {"use_bidirectional_attention": (None, False)})
 
 
 def gemma_windows(described: Described, period: int) -> Described:
-    """What it says of windows, with the family's: all blocks have one but every so many-th."""
+    """The description with the family's default windows: in all blocks but every so many-th."""
     kinds = [SLIDING if (block + 1) % period else FULL for block in range(described["num_hidden_layers"])]
     given = described.get("layer_types")
     return {"sliding_window": 4096} | dict(described) | {"layer_types": given or kinds, "use_sliding_window": True}
 
 
 def gemma_description(config: TransformerConfig, name: str) -> dict[str, Any]:
-    """What a `config.json` of Gemma 2 or 3 says: Llama's keys and these."""
+    """The `config.json` of Gemma 2 or 3: Llama's keys and the family's own."""
     windows, scalar = window_description(config), config.query_scalar or config.head_size
     return {
         **llama.describe(config),
@@ -111,7 +111,7 @@ _THETA, _WINDOW_THETA = 1_000_000.0, 10_000.0
 
 
 def _of_full(described: Described) -> Described:
-    """The description with the rotary parameters of blocks without a window, as if they were those of all blocks."""
+    """The description with the rotary parameters of blocks without a window, as if they were all blocks'."""
     parameters = described.get("rope_parameters") or {}
     if FULL not in parameters and SLIDING not in parameters:
         return described

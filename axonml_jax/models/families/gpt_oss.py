@@ -30,7 +30,7 @@ _YARN = {
 
 
 def _whole(described: Described) -> Described:
-    """With the family's defaults; windows in every other block."""
+    """The description with the family's defaults filled in: windows in every other block."""
     layers = ["sliding_attention", "full_attention"] * described["num_hidden_layers"]
     defaults = {
         "head_dim": 64,

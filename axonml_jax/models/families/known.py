@@ -27,7 +27,7 @@ _MOST_LAYERS, _MOST_EXPERTS = 10_000, 200_000
 
 
 def family_named(kind: Any) -> Family:
-    """The family of a `model_type`.
+    """The family with a `model_type`.
 
     Raises:
       ValueError: when it is not known here.
@@ -39,7 +39,7 @@ def family_named(kind: Any) -> Family:
 
 
 def described_in(folder: str | os.PathLike) -> dict[str, Any]:
-    """What the `config.json` of a folder says.
+    """The content of a folder's `config.json`.
 
     Raises:
       FileNotFoundError: when there is none.
@@ -58,7 +58,7 @@ def described_in(folder: str | os.PathLike) -> dict[str, Any]:
 
 
 def config_of(described: Described, **changes: Any) -> TransformerConfig:
-    """The configuration of a `config.json`.
+    """The configuration that a `config.json` describes.
 
     Args:
       described: its content.
@@ -81,7 +81,7 @@ def config_of(described: Described, **changes: Any) -> TransformerConfig:
 
 
 def _refuse_sizes(described: Described) -> None:
-    """Refuse more layers and experts than there can be, before anything is made for each."""
+    """Refuse implausible numbers of layers and experts, before anything is made for each."""
     counts = {name: described[name] for name in (*_LAYERS, *_EXPERTS) if described.get(name) is not None}
     wrong = [
         name for name, value in counts.items() if not isinstance(value, int) or isinstance(value, bool) or value < 0

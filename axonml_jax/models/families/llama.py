@@ -30,7 +30,7 @@ _MLP = {f"mlp.{name}_proj": f"mlp/{name}" for name in ("gate", "up", "down")}
 
 
 def settings(described: Described, theta: float = 10_000.0) -> dict[str, Any]:
-    """The arguments of `TransformerConfig`, of a dense model.
+    """The arguments of `TransformerConfig` for a dense model.
 
     Args:
       described: the `config.json`.
@@ -86,7 +86,7 @@ def is_shaped(config: TransformerConfig, activation: str = "swiglu", **options: 
 
 
 def around_mlp(config: TransformerConfig) -> Places:
-    """Where everything but the feed-forward parts is."""
+    """The places of everything except the feed-forward parts."""
     places = {"embed/embedding": Place(name="embed_tokens.weight"), "norm/scale": Place(name="norm.weight")}
     if not config.tie_embeddings:
         places["head/kernel"] = Place(name="lm_head.weight", turned=True)
@@ -105,13 +105,13 @@ def around_mlp(config: TransformerConfig) -> Places:
 
 
 def dense_mlp(block: int) -> Places:
-    """Where a block's dense feed-forward part is."""
+    """The places of a block's dense feed-forward part."""
     place = lambda name: Place(name=f"layers.{block}.{name}.weight", turned=True)
     return {f"blocks/{block}/{here}/kernel": place(there) for there, here in _MLP.items()}
 
 
 def dense_places(config: TransformerConfig) -> Places:
-    """Where everything of a dense model is."""
+    """The places of everything in a dense model."""
     places = around_mlp(config)
     for i in range(config.num_layers):
         places |= dense_mlp(i)
@@ -150,7 +150,7 @@ def _mistral_describe(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _mistral_is_this(config: TransformerConfig) -> bool:
-    """Without a window it is written as a Llama."""
+    """Whether a configuration is a Mistral: a Llama with a window."""
     return config.window is not None and is_shaped(config, window=config.window) and config.experts is None
 
 
@@ -197,7 +197,7 @@ def _mixtral_describe(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _mixtral_is_this(config: TransformerConfig) -> bool:
-    """Its routers are softmax over the chosen experts."""
+    """Whether a configuration is a Mixtral: its routers are softmax over the chosen experts."""
     experts = config.experts
     if experts is None or not is_shaped(config, window=config.window) or not experts.alike:
         return False

@@ -30,7 +30,7 @@ def _qwen2_problems(described: Described) -> Iterator[str]:
 
 
 def qwen_windows(described: Described) -> Described:
-    """What it says of windows, with Qwen's defaults."""
+    """The description with Qwen's default windows filled in."""
     return {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28} | dict(described)
 
 
@@ -56,7 +56,7 @@ QWEN2 = Family("qwen2", "model.", _qwen2_problems, _qwen2_settings, _qwen2_descr
 
 
 def qwen3_problems(described: Described) -> Iterator[str]:
-    """What the transformer here does not have."""
+    """Yield the settings that the transformer here lacks."""
     yield from other_than(described, {"hidden_act": ("silu",), "attention_bias": (False,)})
     yield from rope_problems(described)
 
@@ -67,7 +67,7 @@ def _qwen3_problems(described: Described) -> Iterator[str]:
 
 
 def qwen3_settings(described: Described) -> dict[str, Any]:
-    """The arguments of `TransformerConfig` but for windows and experts; a head has 128 features where nothing is said."""
+    """The arguments of `TransformerConfig` without windows and experts; the default head size is 128."""
     return llama.settings({"head_dim": 128} | dict(described)) | {"qk_norm": True}
 
 
