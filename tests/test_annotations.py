@@ -272,7 +272,7 @@ def test_rules_take_the_names_of_the_users_axes_and_name_the_dim_that_rests_shar
     rules = {"up/kernel": P("fsdp", "model"), "up/bias": P("model"), "down": P("model", "fsdp")}
     specs = trained(ax.TensorParallel(bare(), mesh(fsdp=2, model=4), rules=rules))
     assert specs == {"up/kernel": P("fsdp", "tensor"), "up/bias": P("tensor"), "down": P("tensor", "fsdp")}
-    with pytest.raises(ValueError, match=r"rules name data, along which the plan keeps parameters whole"):
+    with pytest.raises(ValueError, match=r"rules name data, along which the plan replicates parameters"):
         ax.TensorParallel(bare(), mesh(data=2, model=4), rules={"up/kernel": P("data", "model"), ".*": P()})
     with pytest.raises(ValueError, match=r"what rests sharded needs a dim of its own"):
         ax.TensorParallel(bare(), mesh(fsdp=2, model=4), rules={"up/kernel": P(("fsdp", "model")), ".*": P()})

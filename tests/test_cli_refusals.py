@@ -129,7 +129,7 @@ def test_a_wrong_command_line_is_refused_in_one_message(command, flags, words, t
 
 
 def test_remedies_of_the_memory_that_a_step_takes_are_keys_of_a_configuration():
-    kept = "memory='5': give as much, smaller microbatches (accumulate=), or a plan that splits more (ax.FSDP, more devices)"
+    kept = "memory='5': give that much, smaller microbatches (accumulate=), or a plan that splits more (ax.FSDP, more devices)"
     assert in_flags(kept).endswith(
         "smaller microbatches (plan.accumulate), or a plan that splits more (mesh.fsdp, more devices)"
     )

@@ -306,7 +306,7 @@ def test_lists_of_numbers_are_arrays_in_samples_and_refused_as_a_batch():
         optax.sgd(0.1), lambda m, b: jnp.mean(m(b["ids"]))
     )
     with pytest.raises(
-        ValueError, match=r"its leaves are 'ids/0/0', .* and 19 more\. Make arrays of numbers in lists, np"
+        ValueError, match=r"its leaves are 'ids/0/0', .* and 19 more\. Turn lists of numbers into arrays, np"
     ):
         trainer.step({"ids": [row["ids"] for row in rows]})
 

@@ -49,11 +49,11 @@ REFUSED = {
     "DiLoCo: NO_SYNC on another axis": lambda: plan(axes={"island": ax.Replicate(sync_strategy="no_sync")}),
     "island, data have rounds each|data, island have rounds each": lambda: plan(axes={"island": ax.DiLoCo(every=3)}),
     'DiLoCo: batch_stats="local"': lambda: plan(batch_stats="local"),
-    "DiLoCo has its replicas along data, which the mesh": lambda: ax.parallelize(
+    "DiLoCo puts its replicas along data, which the mesh": lambda: ax.parallelize(
         Net(), Mesh(np.array(jax.devices()[:2]), ("fsdp",)), plan()
     ),
     "DiLoCo: this model has state that a step changes": lambda: ax.parallelize(Normed(), mesh_of(data=1), plan()),
-    "ema=0.9: replicas train parameters of their own": lambda: ax.parallelize(Net(), mesh_of(data=2), plan()).trainer(
+    "ema=0.9: each replica trains its own parameters": lambda: ax.parallelize(Net(), mesh_of(data=2), plan()).trainer(
         INNER, loss_fn, ema=0.9
     ),
     "DiLoCo.* trains replicas": lambda: ax.testing.check_strategy(ax.DiLoCo(every=1), ranks=2),

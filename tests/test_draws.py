@@ -213,7 +213,7 @@ REFUSED = {
     ),
     "another dim of as many": (
         lambda key, x: jax.random.normal(key, (4, 3)).mean(0),
-        r"random_bits of shape \(4, 3\).*has a dim of 4, as many as a rank has rows, which are none",
+        r"random_bits of shape \(4, 3\).*has a dim of 4, which equals a rank's number of rows but is not the rows",
     ),
     "inside of a primitive": (
         lambda key, x: jax.random.gamma(key, jnp.ones(x.shape)),

@@ -214,7 +214,9 @@ def test_arrays_among_the_metrics_are_whole_in_an_evaluation_and_those_with_rows
         wanted = losses(Deep(), batch).mean(-1)
         np.testing.assert_allclose(trainer.evaluate(batch)["rows"], wanted, rtol=1e-12)
     for batches in ([batch_of(8), batch_of(7)], [batch_of(8), batch_of(8)], [batch_of(7)]):
-        with pytest.raises(ValueError, match=r"a number for every row, rows, and no mean over batches.*predict"):
+        with pytest.raises(
+            ValueError, match=r"a number for every row, so they have no mean over batches: rows\. .*predict"
+        ):
             trainer.validate(batches)
     table = lambda model, batch: (losses(model, batch).mean(), {"table": losses(model, batch).mean() * np.eye(8)})
     trainer = case("ddp, accumulated", "nnx").trainer(optax.sgd(0.1), table)

@@ -230,7 +230,7 @@ class Remembers(nnx.Module):
 
 def test_state_with_rows_of_the_batch_is_refused(mesh):
     trainer = ax.DDP(Remembers(), mesh).trainer(optax.sgd(0.1), mean_loss)
-    with pytest.raises(ValueError, match=r"last: \(\d+, 5\), now \(\d+, 5\)\nWhat has rows is no state"):
+    with pytest.raises(ValueError, match=r"last: \(\d+, 5\), now \(\d+, 5\)\nA model's state may not have rows"):
         trainer.step(regression(ROWS))
 
 

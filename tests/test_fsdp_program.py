@@ -105,7 +105,7 @@ def test_two_hops_send_the_bytes_of_one():
     assert [Fabric.of(devices).torus for devices in (chips, chips[:32], others, jax.devices())] == [3, 2, 0, 0]
     decided = ax.Shard().decided(Fabric(devices=64, torus=3), 64)
     assert (decided.gather_hop, decided.scatter_hop) == (8, 8)
-    with pytest.raises(ValueError, match=r"\{'gather_hop': 3\}: the 8 ranks of the axis do not divide"):
+    with pytest.raises(ValueError, match=r"\{'gather_hop': 3\}: the number of ranks of a hop must divide the 8 ranks"):
         lower(fsdp=ax.Shard(gather_hop=3))
     sent = [
         ax.explain(*lower(fsdp=ax.Shard(**hops))[:3]).collectives for hops in ({}, {"gather_hop": 2, "scatter_hop": 4})

@@ -222,7 +222,9 @@ def test_adapters_of_adapters_and_names_that_are_taken_are_refused():
         ax.lora(ax.lora(transformer(), rank=1, targets="kernel"), rank=1, targets="up/kernel")
     model = Named()
     model.w = nnx.Param(jnp.ones((4, 4)))
-    with pytest.raises(ValueError, match=r"called as the model's own parameters are: w_lora_a, w_lora_b; rename these"):
+    with pytest.raises(
+        ValueError, match=r"the names of existing parameters of the model: w_lora_a, w_lora_b; rename these"
+    ):
         ax.DDP(ax.lora(model, rank=1, targets="w$"), mesh_of(data=1))
 
 

@@ -214,7 +214,7 @@ def test_parameters_that_a_loss_reads_from_outside_are_named_once(plan, caplog):
 
     trainer = ax.parallelize(net, mesh_of(degrees), settings).trainer(optax.sgd(0.1), loss)
     trainer.step(BATCH), trainer.step(BATCH)
-    said = "the loss reads blocks/1/bias, blocks/1/kernel of a module from outside"
+    said = "the loss reads blocks/1/bias, blocks/1/kernel from a module outside of it"
     assert [said in each for each in caplog.messages] == [True]
     traced.clear()
     trainer.trace(BATCH)
@@ -240,7 +240,7 @@ def test_the_module_of_the_model_itself_is_outside_of_it_too(caplog):
         optax.sgd(0.1), lambda model, batch: mean_loss(lambda x: net.blocks[1](model.blocks[0](x)), batch)
     )
     assert trainer.check(BATCH).equal
-    assert ["blocks/1/bias, blocks/1/kernel of a module from outside" in each for each in caplog.messages] == [True]
+    assert ["blocks/1/bias, blocks/1/kernel from a module outside of it" in each for each in caplog.messages] == [True]
 
 
 class Stopping(nnx.Module):

@@ -219,7 +219,7 @@ def test_a_head_beside_a_tied_embedding_is_used_or_refused(name, dtype, tmp_path
             lambda tied=tied: load_pretrained(tied, tmp_path),
         ):
             with pytest.raises(
-                ValueError, match=r"head of its own, lm_head\.weight .* other than .*tie_embeddings=False"
+                ValueError, match=r"has a head, lm_head\.weight .* that differs from .*tie_embeddings=False"
             ):
                 read()
 

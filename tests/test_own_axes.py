@@ -90,7 +90,7 @@ REFUSED = {
     "buckets that do not count": (
         {"data": 2, "island": 2},
         lambda: ax.Plan(axes={"island": ax.Replicate(bucket_size_mb=1)}),
-        r"what these say of them would have no effect: \{'island'",
+        r"these settings of other strategies have no effect: \{'island'",
     ),
     "no mapping": ({"data": 2}, lambda: ax.Plan(axes=[ax.Shard()]), "must be a mapping of axis names"),
 }

@@ -210,7 +210,10 @@ def test_a_model_of_ones_own_on_text_takes_the_cross_entropy_of_its_logits(write
     positions = ["--mesh.data", "4", "--mesh.context", "2"]
     assert main(["train", path, *ALLOWED, *positions]) == 2
     said = capsys.readouterr().err
-    assert "across positions, more than 0" in said and "in a configuration context.allow_communication" in said
+    assert (
+        "across positions, more than the 0 that are allowed" in said
+        and "in a configuration context.allow_communication" in said
+    )
     allowed = ["--context.allow_communication", "1000", "--output.dir", str(tmp_path / "other")]
     assert main(["train", path, *ALLOWED, *positions, *allowed]) == 0, capsys.readouterr().err
     again = [line["loss"] for line in recorded(tmp_path / "other" / "run")]
@@ -316,7 +319,7 @@ REFUSED = {
     "data.length has no effect beside class_path": {"data": COLUMNS | {"length": 8}},
     "data.valid_fraction has no effect beside valid": {"data": COLUMNS | {"valid_fraction": 0.2}},
     "data.init_args has no effect without class_path": {"data": {"init_args": {}}},
-    "data.class_path=own_parts.texts: a sample must be made of numbers": {"data": {"class_path": "own_parts.texts"}},
+    "data.class_path=own_parts.texts: JAX arrays cannot hold these leaves": {"data": {"class_path": "own_parts.texts"}},
     "makes an iterator, which gives its samples once": {"data": {"class_path": "own_parts.once"}},
     "data.valid.class_path=own_parts.once: makes an iterator": {"data": STREAM | {"valid": {"class_path": "own_parts.once"}}},
     "data.valid can only be iterated over, and may be endless: give train.eval_batches": {"data": STREAM | {"valid": STREAM}},

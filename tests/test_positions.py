@@ -219,7 +219,7 @@ def test_a_strategy_says_which_dim_holds_positions():
     check_batch(layout, shapes)
     assert (layout.row_degree, layout.degree, layout.axes) == (2, 4, ("data", "seq"))
     wrong = BatchLayout.of({"data": 2, "seq": 2}, positions={"seq": lambda path, shape: 0})
-    with pytest.raises(ValueError, match=r"positions of the batch's leaf 'x'.*dim 0 holds rows"):
+    with pytest.raises(ValueError, match=r"position_dim\(\) returned .* for the batch's leaf 'x'.*dim 0 holds rows"):
         check_batch(wrong, {"x": np.zeros((4, 4))})
 
 
@@ -247,7 +247,7 @@ def test_a_loader_splits_rows_as_the_plan_says_and_a_step_takes_them():
 
 def test_gradients_of_ranks_alone_and_partitioned_axes_are_refused_beside_positions():
     model = sequences()
-    with model.no_sync(), pytest.raises(ValueError, match="along seq ranks have parts of the same sequences"):
+    with model.no_sync(), pytest.raises(ValueError, match="along seq ranks hold parts of the same sequences"):
         model.value_and_grad(loss)(batch_of())
     mesh = plain_mesh_of({"data": 2, "tensor": 2})
     with pytest.raises(ValueError, match=r"data splits positions, and partition= leaves an axis"):

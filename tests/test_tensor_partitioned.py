@@ -178,7 +178,7 @@ def test_rules_that_do_not_fit_are_refused_with_every_offender():
         ax.TensorParallel(Linen(), mesh_of(tensor=4), rules=[(".*", P())], params=params, check_vma=True)
     with pytest.raises(ValueError, match=r"data, fsdp, tensor and expert, but this one has \{'context': 2\} too"):
         make([(".*", P())], mesh_of(context=2, tensor=2))
-    with pytest.raises(ValueError, match=r"check_vma=True with partition= beside fsdp: data of .* has one rank"):
+    with pytest.raises(ValueError, match=r"check_vma=True with partition= and fsdp: data of .* has one rank"):
         ax.TensorParallel(Linen(), mesh_of(fsdp=2, tensor=2), rules=LINEN_RULES, params=params, check_vma=True)
 
 

@@ -154,7 +154,9 @@ def test_ranks_along_depth_share_one_of_several_models(check_vma):
 def test_own_gradients_of_what_ranks_along_depth_share_are_refused_by_name():
     model = ax.parallelize(Cube(), mesh_of(data=1, row=2, depth=2))
     with (
-        pytest.raises(ValueError, match=r"share these parameters: down/kernel, up/kernel\. Accumulate"),
+        pytest.raises(
+            ValueError, match=r"layers split these parameters as well as the batch: down/kernel, up/kernel\. Accumulate"
+        ),
         model.no_sync(),
     ):
         model.value_and_grad(squares)(regression(4))

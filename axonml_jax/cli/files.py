@@ -1,4 +1,4 @@
-"""`import` and `export`: weights from files of others and into them."""
+"""`import` and `export`: weights from other people's files, and into them."""
 
 import argparse
 import os
@@ -46,7 +46,7 @@ TOKENIZER = (
 
 
 def import_weights(chosen: argparse.Namespace) -> int:
-    """Read what a folder holds, and make another one of it.
+    """Make a run folder from a folder of Hugging Face weights.
 
     Args:
       chosen: `source` and `target`.
@@ -80,7 +80,7 @@ def import_weights(chosen: argparse.Namespace) -> int:
 
 
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
-    """Put the tokenizer's files of one folder into another; their names."""
+    """Copy the tokenizer's files into another folder; returns their names."""
     for path in _there(source):
         _put(path, target)
     return [path.name for path in _there(source)]
@@ -91,7 +91,7 @@ def _there(source: Path) -> list[Path]:
 
 
 def _put(path: Path, folder: Path) -> None:
-    """The same file under another name where the file system can do that, else a copy."""
+    """Link a file into a folder if the file system can, else copy it."""
     try:
         os.link(path.resolve(), folder / path.name)
     except OSError:
@@ -99,7 +99,7 @@ def _put(path: Path, folder: Path) -> None:
 
 
 def _tokenizer(source: Path, weights: Path, config: TransformerConfig) -> tuple[dict[str, str], str]:
-    """What the section `data` says of the tokens that the model knows, and, where that is nothing, why."""
+    """The tokenizer settings of the section `data`, or, if there are none, the reason."""
     if not (source / TOKENIZER[0]).is_file():
         return {}, f"{source} has no {TOKENIZER[0]}"
     try:
@@ -110,12 +110,12 @@ def _tokenizer(source: Path, weights: Path, config: TransformerConfig) -> tuple[
 
 
 def _in_one_loop(config: TransformerConfig) -> dict[str, bool]:
-    """Blocks that are alike run in a loop, which compiles in the same time for any number of them."""
+    """Set `scan_layers` if all blocks are alike, which compiles in the same time for any number of them."""
     return {"scan_layers": config.full_every is None and (config.experts is None or config.experts.alike)}
 
 
 def _content(name: str, config: TransformerConfig, weights: Path, tokens: dict[str, str]) -> dict[str, Any]:
-    """The configuration, in which what is left out has its default.
+    """The text of the configuration; keys that are left out have their defaults.
 
     Raises:
       ConfigError: when nothing can be trained with it.
@@ -137,7 +137,7 @@ def _content(name: str, config: TransformerConfig, weights: Path, tokens: dict[s
 
 
 def _given(section: Any) -> dict[str, Any]:
-    """What differs from the defaults."""
+    """The settings that differ from their defaults."""
     plain = {each.name: getattr(section, each.name) for each in fields(section) if "section" not in each.metadata}
     defaults = {each.name: each.default for each in fields(section)}
     return {name: value for name, value in plain.items() if defaults[name] is MISSING or value != defaults[name]}
@@ -149,7 +149,7 @@ def _given(section: Any) -> dict[str, Any]:
 
 
 def export_weights(chosen: argparse.Namespace) -> int:
-    """Read a checkpoint's model, sharded over all devices here, and write it array by array, with its adapters in it.
+    """Read a checkpoint's model, sharded over all devices here, and write it array by array, adapters merged.
 
     Args:
       chosen: `source`, `target`, `ema`, `dtype`, `shard_size` and `allow_imports`.
@@ -185,7 +185,7 @@ def export_weights(chosen: argparse.Namespace) -> int:
 
 
 def _with_tokenizer(run: RunConfig, target: Path) -> str:
-    """Put a run's tokenizer beside its weights: that of its data, else that of the weights it began with; what was done."""
+    """Copy a run's tokenizer beside its weights (its data's, else its initial weights'); returns a description."""
     if run.data.class_path is not None or run.data.tokenizer == BYTES:
         kept = copy_tokenizer(Path(run.train.weights), target) if run.train.weights else []
         return f"as in {run.train.weights}" if kept else ""
@@ -212,7 +212,7 @@ def _checkpoint(path: Path) -> Path:
 
 
 def _configuration(checkpoint: Path, imports: list[str]) -> RunConfig:
-    """Of the run that a checkpoint belongs to."""
+    """The configuration of the run that a checkpoint belongs to."""
     for folder in checkpoint.parents[:2]:
         if (folder / NEWEST).is_file():
             return read_config("train", [str(folder / NEWEST)], imports=imports)
@@ -222,7 +222,7 @@ def _configuration(checkpoint: Path, imports: list[str]) -> RunConfig:
 
 
 def _restore(folder: Path, model: ParallelModel, *, ema: bool) -> None:
-    """The model alone, or with its moving average; what else the checkpoint holds stays there."""
+    """Restore the model alone, or with its moving average, and nothing else of the checkpoint."""
     team = Team()
     with closing(arrays.checkpointer(team)) as saver:
         manifest = checked_manifest(folder, team)

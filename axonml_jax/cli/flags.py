@@ -29,7 +29,7 @@ _KINDS = (ValueError, TypeError, OSError, ImportError, RuntimeError)
 
 
 def refusal(error: BaseException) -> str | None:
-    """What to tell the user of an exception; None where it is a bug, whose traceback somebody must see.
+    """The message for the user of an exception that this package raised on purpose; None for a bug, whose traceback matters.
 
     Args:
       error: as it was caught.
@@ -70,7 +70,7 @@ _IN_PYTHON = (
 
 
 def in_flags(text: str, fewer: str = "--devices.simulated {}") -> str:
-    """A message with the command line's remedies in the place of Python's.
+    """Replace Python remedies in a message by the command line's.
 
     Args:
       text: the message.
@@ -85,12 +85,12 @@ def in_flags(text: str, fewer: str = "--devices.simulated {}") -> str:
 
 
 def traceback_wanted() -> bool:
-    """Whether the user asks for the traceback of a refusal too."""
+    """Whether the user asks for tracebacks of refusals."""
     return os.environ.get(TRACEBACK, "") not in ("", "0")
 
 
 def _raised_here(error: BaseException) -> bool:
-    """Whether the innermost line is a `raise` statement of this package; a call that failed inside of C code is none."""
+    """Whether the exception comes from a `raise` statement of this package, rather than from a call that failed."""
     step = error.__traceback__
     while step is not None and step.tb_next is not None:
         step = step.tb_next
@@ -149,7 +149,7 @@ _PICTURES = (".svg", ".png", ".pdf")
 
 
 def require_writable(files: Mapping[str, Path | None]) -> None:
-    """Refuse files that cannot be written where they shall go.
+    """Refuse output files that cannot be written.
 
     Args:
       files: by the flag that names them; None is not written. A `--picture` must have the ending of one.
@@ -172,7 +172,7 @@ def require_writable(files: Mapping[str, Path | None]) -> None:
 
 
 def require_folder(setting: str, folder: Path) -> None:
-    """Refuse a folder that can be neither used nor made.
+    """Refuse a folder that can neither be used nor made.
 
     Args:
       setting: that names it.
@@ -197,7 +197,7 @@ MEASURE = "measure"
 
 
 def plan_parser() -> argparse.ArgumentParser:
-    """The parser."""
+    """The parser of `plan`."""
     parser = argparse.ArgumentParser(
         prog="axonml-jax plan",
         description="Find the fastest plan that fits, on paper: no devices are needed.",
@@ -334,7 +334,7 @@ def eval_parser() -> argparse.ArgumentParser:
 
 
 def refuse_misspelt(parser: argparse.ArgumentParser, rest: Sequence[str]) -> None:
-    """Name the flag of a command that was meant, before what is left is taken for keys of a configuration.
+    """Suggest the command's flag that was meant, before the rest is read as configuration keys.
 
     Raises:
       ConfigError: for a flag without a section that is nearly one of the command's.

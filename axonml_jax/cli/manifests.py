@@ -1,4 +1,4 @@
-"""`axonml-jax launch --write KIND`: what a cluster's engine is given to run a configuration, once its plan is checked.
+"""`axonml-jax launch --write KIND`: the manifest with which a cluster engine runs a configuration, after checking its plan.
 
 Every engine starts one process a machine, which sees all its GPUs, and which `ax.init()` finds by what that engine says.
 """
@@ -47,7 +47,7 @@ _GPUS = {name: kind for name, kind in HARDWARE.items() if kind.platform == "cuda
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What every manifest says.
+    """The facts that all manifests state.
 
     Attributes:
       name: of the run, as the name of a machine may be.
@@ -71,7 +71,7 @@ class Job:
 
     @property
     def command(self) -> list[str]:
-        """What each process runs."""
+        """The command that each process runs."""
         return ["axonml-jax", "train", *self.arguments]
 
 
@@ -237,7 +237,7 @@ Machines that are taken away are replaced, a failure starts again {RESTARTS} tim
 
 
 def _shell(job: Job) -> str:
-    """The command as a shell reads it; a variable such as $HOME in a word is the shell's to fill in."""
+    """The command in shell syntax; variables such as $HOME are left for the shell to expand."""
     kept = lambda word: '"' + re.sub(r'(["`\\])', r"\\\1", word) + '"'
     return " ".join(kept(word) if "$" in word else shlex.quote(word) for word in job.command)
 
@@ -255,7 +255,7 @@ _NEED_IMAGE = ("jobset", "trainjob", "rayjob")
 
 
 def manifest(kind: str, job: Job) -> str:
-    """The text that an engine is given."""
+    """The manifest's text for an engine."""
     made = KINDS[kind](job)
     if isinstance(made, str):
         return made
@@ -311,13 +311,13 @@ def write_manifest(argv: Sequence[str]) -> int:
 
 
 def _machine_name(name: str) -> str:
-    """A run's name as that of a machine or a service may be: it begins with a letter, and a number is added to it."""
+    """A run's name made valid for machines and services: it begins with a letter, and leaves room for a number."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return (plain if plain[:1].isalpha() else f"run-{plain}")[:40].strip("-")
 
 
 def _arguments(kind: str, given: Sequence[str], folder: str) -> tuple[list[str], RunConfig]:
-    """What follows `train` on the cluster, and the configuration that it means."""
+    """The arguments of `train` on the cluster, and the configuration that they mean."""
     if not given:
         raise ConfigError(f"launch --write {kind}: give a configuration after train")
     [allowed, budget], rest = split_flags([imports_parser("train"), budget_parser("train")], given)
@@ -337,7 +337,7 @@ def _arguments(kind: str, given: Sequence[str], folder: str) -> tuple[list[str],
 
 
 def check_on(config: RunConfig, devices: int, kind: Hardware) -> str:
-    """Check a configuration on a number of devices of a kind, without them.
+    """Check a configuration for a number of devices of a kind, without having them.
 
     Returns:
       What was found, in words.

@@ -1,4 +1,4 @@
-"""What a run writes down: records, curves, progress, profiles, MLflow."""
+"""Records of a run: files, curves, progress, profiles, MLflow and Weights & Biases."""
 
 import csv
 import importlib
@@ -40,7 +40,7 @@ _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "diverged": "FAILED"}
 
 
 class MlflowRun:
-    """Logs to the run of MLflow that `begin_mlflow` has begun, and ends it as the training ends. A context.
+    """Logs to the MLflow run that `begin_mlflow` began, and ends it with the training. A context.
 
     What MLflow does not take is told once, in a warning, and the training goes on without it; at its end MLflow is asked once
     more, so that a run does not stay RUNNING there for ever.
@@ -75,7 +75,7 @@ class MlflowRun:
             )
 
     def write(self, record: Record) -> None:
-        """Log every metric at its step, until MLflow fails once: it has tried for minutes by then, and would every time."""
+        """Log every metric at its step, until MLflow fails once, after which each try would take minutes."""
         if self._lost:
             return
         now, metric = round(1000 * time.time()), self._mlflow.entities.Metric
@@ -93,7 +93,7 @@ class MlflowRun:
 
 
 def check_mlflow(experiment: str, folder: Path | None) -> None:
-    """Look whether MLflow answers, and knows the run to go on with. Nothing is written.
+    """Check that MLflow answers, and knows the run to continue. Writes nothing.
 
     Args:
       experiment: where the run is listed.
@@ -114,7 +114,7 @@ def check_mlflow(experiment: str, folder: Path | None) -> None:
 
 
 def begin_mlflow(experiment: str, folder: Path, settings: Mapping[str, Any]) -> None:
-    """Begin a run of MLflow, of this run's name, with its configuration as parameters; a resumed run goes on with its own.
+    """Begin an MLflow run with the run's name and configuration; a resumed run continues its own.
 
     Args:
       experiment: where the run is listed; made when there is none of this name. The server, or the place on this machine, is
@@ -141,7 +141,7 @@ def begin_mlflow(experiment: str, folder: Path, settings: Mapping[str, Any]) -> 
 
 
 def mlflow_module() -> Any:
-    """The package.
+    """Import the package, or say how to install it.
 
     Raises:
       ConfigError: where it is not installed, saying what to do.
@@ -151,7 +151,7 @@ def mlflow_module() -> Any:
 
 
 def _imported(module: str, setting: str, install: str) -> Any:
-    """A module that a setting needs.
+    """Import a module that a setting needs, or say how to install it.
 
     Raises:
       ConfigError: where it is not installed, saying what to do.
@@ -164,7 +164,7 @@ def _imported(module: str, setting: str, install: str) -> Any:
 
 
 def _kept(folder: Path) -> str:
-    """The id of a folder's run of MLflow; empty where it has none."""
+    """The MLflow run id stored in a folder; empty if there is none."""
     return (folder / _ID).read_text("utf-8").strip() if (folder / _ID).exists() else ""
 
 
@@ -178,7 +178,7 @@ def _refused(experiment: str, folder: Path | None, error: Exception) -> ConfigEr
 
 
 def _said(error: Exception) -> str:
-    """What MLflow says, without the name and password that an address may hold.
+    """An MLflow error's text without the name and password that an address may contain.
 
     >>> _said(ValueError("no answer from http://me:hush@host:5000/api"))
     'no answer from http://***@host:5000/api'
@@ -192,7 +192,7 @@ def _log(client: Any, run: str, kind: str, values: list[Any]) -> None:
 
 
 def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys and values in words.
+    """Yield dotted keys with their values in words.
 
     >>> list(_flat({"train": {"steps": 3, "seed": None}, "name": "a"}))
     [('train.steps', '3'), ('train.seed', 'None'), ('name', 'a')]
@@ -205,7 +205,7 @@ def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, 
 
 
 def _name(name: str) -> str:
-    """A name that MLflow takes.
+    """A metric's name with characters that MLflow accepts.
 
     >>> _name("grad_norm/blocks/0"), _name("top@5")
     ('grad_norm/blocks/0', 'top_5')
@@ -353,7 +353,7 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def throughput(config: RunConfig, ground: RunSetup, folder: Path | None = None, start: int = 0) -> Throughput:
-    """What turns the durations of a run's steps into its speeds.
+    """The object that turns step durations into speeds.
 
     Args:
       config: of the run.
@@ -384,7 +384,7 @@ FIRST, COUNT = 3, 5
 
 
 def traced(batches: Iterator[PyTree], folder: Path, wait: Callable[[], object]) -> Iterator[PyTree]:
-    """The same batches; while the third to seventh are in use, `jax.profiler` writes a trace, in which each is a `step`.
+    """Pass batches through; during the third to seventh, `jax.profiler` writes a trace with each as a `step`.
 
     Args:
       batches: what a training loop draws from.
@@ -420,7 +420,7 @@ def _stop(wait: Callable[[], object]) -> bool:
 
 @contextmanager
 def progress(steps: int, console: Console | None = None) -> Iterator[Callable[[Record], None]]:
-    """A display for the records of a run of `steps` updates.
+    """Display the records of a run of `steps` updates.
 
     Args:
       steps: where it ends.
@@ -449,7 +449,7 @@ def progress(steps: int, console: Console | None = None) -> Iterator[Callable[[R
 
 
 def _within(room: int, said: list[str]) -> str:
-    """As many measurements as there is room for, the first ones first."""
+    """As many leading measurements as fit."""
     while len(said) > 1 and len("  ".join(said)) > room:
         said = said[:-1]
     return "  ".join(said)
@@ -460,7 +460,7 @@ def _losses(record: Record) -> Record:
 
 
 def _in_notebook(steps: int, shown: OneLine) -> Iterator[Callable[[Record], None]]:
-    """One line that is written over; validations stay."""
+    """Display one line that is overwritten; validations stay."""
 
     def show(record: Record) -> None:
         if "valid_loss" in record.metrics:
@@ -473,7 +473,7 @@ def _in_notebook(steps: int, shown: OneLine) -> Iterator[Callable[[Record], None
 
 
 def line(record: Record, steps: int) -> str:
-    """A record as one line of text.
+    """Format a record as one line of text.
 
     >>> line(Record(10, {"loss": 2.5, "learning_rate": 3e-4, "step_time": 0.2, "tokens_per_second": 40_960.0}), 300)
     'step  10/300  loss 2.5000  lr 3.00e-04  40,960 tokens/s  200 ms/step  ETA 0:00:58'
@@ -485,7 +485,7 @@ def line(record: Record, steps: int) -> str:
 
 
 def cells(record: Record) -> list[str]:
-    """The measurements of a record in words; those it lacks are left out."""
+    """The measurements of a record in words, without missing ones."""
     texts = {
         "loss": lambda value: f"loss {value:.4f}",
         "grad_norm": lambda value: f"norm {value:.2f}",
@@ -507,7 +507,7 @@ def cells(record: Record) -> list[str]:
 
 
 class JsonLines:
-    """One JSON object a line: `{"step": 10, "loss": 2.5, ...}`. A line has left this process when `write` returns.
+    """Writes JSON lines: `{"step": 10, "loss": 2.5, ...}`. A line has left this process when `write` returns.
 
     Args:
       path: the file.
@@ -522,7 +522,7 @@ class JsonLines:
         self._file = path.open("ab", buffering=0)
 
     def write(self, record: Record) -> None:
-        """Append a record: all of it, or nothing."""
+        """Append a record completely, or not at all."""
         rest, end = _line(record).encode(), os.fstat(self._file.fileno()).st_size
         try:
             while rest:
@@ -538,7 +538,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Event files for TensorBoard.
+    """Writes event files for TensorBoard.
 
     Args:
       folder: where they go.
@@ -559,7 +559,7 @@ class TensorBoard:
 
 
 class Csv:
-    """A table with a column for every metric, for spreadsheets; a metric that comes later gets a column then.
+    """Writes a table with a column for every metric; a new metric adds a column.
 
     Args:
       path: the file, written anew.
@@ -590,7 +590,7 @@ class Csv:
             raise
 
     def close(self) -> None:
-        """Everything is written already."""
+        """Do nothing: everything is already written."""
 
     def _write_all(self) -> None:
         new = self._path.with_name(self._path.name + ".new")
@@ -603,7 +603,7 @@ class Csv:
 
 
 class Patient:
-    """Records that a full, read-only or failing disk does not take are kept until it does, with one warning.
+    """Keeps records that a full, read-only or failing disk does not take, and retries, with one warning.
 
     Args:
       recorder: writes them; it takes a record whole, or not at all.
@@ -614,7 +614,7 @@ class Patient:
         self._kept: list[Record] = []
 
     def write(self, record: Record) -> None:
-        """Take a record, and write what is kept."""
+        """Take a record, and write everything that is kept."""
         self._kept.append(record)
         try:
             while self._kept:
@@ -627,14 +627,14 @@ class Patient:
                 logger.warning("a record could not be written, and is kept until it can: %s", error)
 
     def close(self) -> None:
-        """Close the file; what the disk has never taken is lost, and said."""
+        """Close the file; warn of records that could never be written."""
         if self._kept:
             logger.warning("%d records could not be written, from step %d on", len(self._kept), self._kept[0].step)
         self._recorder.close()
 
 
 class Wandb:
-    """A run of Weights & Biases, of this run's name and configuration; a resumed run goes on with it.
+    """Logs to a Weights & Biases run with the run's name and configuration; a resumed run continues its own.
 
     Args:
       folder: the run's, in which its files and its id are kept.
@@ -665,7 +665,7 @@ class Wandb:
 
 
 def files(config: RunConfig, folder: Path | None, start: int) -> Iterator[JsonLines | Csv | Patient | TensorBoard]:
-    """Those in the run's folder, from a step on; none without a folder."""
+    """Yield the recorders of files in the run's folder, from a step on; none without a folder."""
     goes_on = config.checkpoint.max_failures > 1  # a run may go on after failures
     waits = Patient if goes_on else lambda recorder: recorder
     if folder is not None:
@@ -680,7 +680,7 @@ def files(config: RunConfig, folder: Path | None, start: int) -> Iterator[JsonLi
 def services(
     config: RunConfig, folder: Path | None, reason: Callable[[], str]
 ) -> Iterator[AbstractContextManager[Wandb | MlflowRun]]:
-    """Runs elsewhere, each ended once, as the training ends: one that goes back before a spike has not ended.
+    """Yield the recorders of external services, each ended once with the training; a rollback does not end it.
 
     Args:
       config: the run's.
@@ -694,7 +694,7 @@ def services(
 
 
 def read_records(path: Path) -> list[Record]:
-    """The records of a file that `JsonLines` wrote; a last line that was cut off is left out.
+    """Read the records that `JsonLines` wrote; a truncated last line is left out.
 
     Raises:
       ValueError: naming the first line that is none of a record, or what stands there and is no file.
@@ -714,7 +714,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def wandb_module() -> Any:
-    """The package.
+    """Import the package; refuse if it is missing or not logged in.
 
     Raises:
       ConfigError: where it is not installed, or nobody is logged in and it is not offline, saying what to do.
@@ -731,7 +731,7 @@ def _line(record: Record) -> str:
 
 
 def tensorboard_writer() -> Any:
-    """The class that writes event files.
+    """Import the class that writes event files.
 
     Raises:
       ConfigError: where it is not installed, saying what to do.
@@ -745,7 +745,7 @@ def tensorboard_writer() -> Any:
 
 
 def about(config: RunConfig, data: TextData) -> str:
-    """What is trained and validated on."""
+    """Describe the data that is trained and validated on."""
     if data.unit == "sample":
         trained, valid = (f"{size:,} samples" if size else "unknown" for size in data.sizes)
         seen = "nothing" if data.valid is None else valid
@@ -762,7 +762,7 @@ def about(config: RunConfig, data: TextData) -> str:
 
 
 def report(config: RunConfig, data: TextData, records: list[Record], folder: Path | None) -> None:
-    """The last validation beside the bigram model, and where the files are."""
+    """Print the last validation loss beside the bigram model's, and where the files are."""
     last = next((record for record in reversed(records) if "valid_loss" in record.metrics), None)
     if last is not None:
         loss = last.metrics["valid_loss"]
@@ -789,7 +789,7 @@ def report(config: RunConfig, data: TextData, records: list[Record], folder: Pat
 
 
 def print_samples(config: RunConfig, data: TextData, model: ParallelModel) -> None:
-    """What the transformer writes, where it was trained on text; every process must call this."""
+    """Print texts that the transformer writes, if it was trained on text; every process must call this."""
     if not config.sample.count or config.own:
         return
     words = config.sample.prompt or data.opening

@@ -1,4 +1,4 @@
-"""A training run: its set-up and folder, the loop, saves, resuming, preemption, and what is watched."""
+"""A training run: set-up and folder, the loop, saves, resuming, preemption, and monitoring."""
 
 import hashlib
 import json
@@ -63,12 +63,12 @@ CHECKPOINT_FOLDER = "checkpoints"
 
 
 def place_said(run: Path) -> str | None:
-    """The URL of a run's checkpoints (`checkpoint.url`) by the configuration in its folder; None: they are in the folder."""
+    """The URL of a run's checkpoints (`checkpoint.url`), from the configuration in its folder; None for the folder."""
     return _said(run, "checkpoint", "url")
 
 
 def _said(run: Path, *keys: str) -> str | None:
-    """What the configuration in a run's folder says under keys, where that is a text that can be read."""
+    """A text setting in a run folder's configuration; None if it is missing or cannot be read."""
     try:
         content = yaml_in(run / NEWEST)
         for key in keys:
@@ -96,7 +96,7 @@ def best_checkpoint(run: Path, metric: str) -> int | None:
 
 
 def copies_at(url: str) -> Copies:
-    """What an object store has under a URL, to read."""
+    """The checkpoints under a URL of an object store, for reading."""
     return Copies(ObjectStore(url), Retention(keep=None))
 
 
@@ -107,7 +107,7 @@ def copies_at(url: str) -> Copies:
 
 @dataclass(frozen=True)
 class Record:
-    """What was measured at a step.
+    """The measurements at a step.
 
     Attributes:
       step: number of updates made so far.
@@ -206,7 +206,7 @@ _SAID = b"\naxonml_jax: Ctrl-C: the run stops after this step and is saved, if i
 
 
 class Preemption:
-    """While entered, neither SIGTERM nor the first Ctrl-C ends this process: they ask the run to stop after a step.
+    """While entered, SIGTERM and the first Ctrl-C do not end the process, but ask the run to stop after a step.
 
     Among several processes JAX's coordinator agrees on the step: a signal to one of them is enough.
 
@@ -236,7 +236,7 @@ class Preemption:
                 signal.signal(number, handler)
 
     def stop_after(self, step: int) -> bool:
-        """Whether to stop after this step; the same in all processes. Every one must ask after every step."""
+        """Whether to stop after this step; equal in all processes, which must all ask after every step."""
         if not self._alone:
             from jax.experimental import multihost_utils
 
@@ -273,7 +273,7 @@ _LEAST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 
 
 def keep_compiled(folder: str | None) -> None:
-    """Have JAX look for compiled programs in a folder, and leave there what it compiles.
+    """Make JAX read and store compiled programs in a folder.
 
     Small programs too, unlike JAX by itself: making a model and its state compiles dozens of them, for seconds together. A
     folder that JAX was given already (`JAX_COMPILATION_CACHE_DIR`), what it shall leave out
@@ -309,13 +309,13 @@ def keep_compiled(folder: str | None) -> None:
 
 
 def kept_in() -> Path | None:
-    """The folder in which JAX keeps compiled programs; None: nowhere."""
+    """The folder in which JAX keeps compiled programs; None if it keeps none."""
     folder = jax.config.jax_compilation_cache_dir
     return Path(folder) if folder and jax.config.jax_enable_compilation_cache else None
 
 
 def compiled_in_words() -> str:
-    """Where compiled programs are kept, and how many are there."""
+    """Describe where compiled programs are kept, and how many there are."""
     folder = kept_in()
     if folder is None:
         return "programs are compiled anew by every run"
@@ -324,13 +324,13 @@ def compiled_in_words() -> str:
 
 
 class _Shared(OSError):
-    """A folder that others may write."""
+    """Raised for a folder that others may write to."""
 
     remedy = "; chmod go-w it. JAX_COMPILATION_CACHE_DIR takes a folder as it is"
 
 
 def shared_with(folder: Path) -> str | None:
-    """Who else may put files into a folder, in words; None: only this user and root.
+    """Describe who else may write to a folder; None if only this user and root may.
 
     Folders above it count too: whoever may write one of these, unless its sticky bit is set, may put another in this one's
     place. What their groups may write is left out, as many users are alone in theirs.
@@ -355,14 +355,14 @@ def _caches() -> Path:
 
 
 def _programs(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """The programs in a folder, but for those that another process removes meanwhile."""
+    """Yield the programs in a folder, without those that another process removes meanwhile."""
     for path in folder.glob("*-cache"):
         with suppress(FileNotFoundError):
             yield path, path.stat()
 
 
 def _trim(folder: Path) -> None:
-    """Remove the programs whose last use is the longest ago, until the others fit; other processes may do the same."""
+    """Remove the least recently used programs until the others fit; other processes may do the same."""
     found = sorted((about.st_atime, about.st_size, path) for path, about in _programs(folder))
     over = sum(size for _, size, _ in found) - MOST
     for _, size, path in found:
@@ -405,7 +405,7 @@ class Spike:
 
 
 class Spikes:
-    """Told of every step; asked before anything is saved.
+    """Detects spikes of the loss: told of every step, asked before anything is saved.
 
     Args:
       config: of the run; the section `spikes` says what is one.
@@ -440,11 +440,11 @@ class Spikes:
             manager.save(0, trainer, data=loader, about=self.about(), force=True)
 
     def about(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this."""
+        """The state that a checkpoint keeps of this."""
         return {_ABOUT: {"losses": list(self._losses), "rollbacks": self._rollbacks, "skipped": self._skipped}}
 
     def _go_on(self, about: Mapping[str, Any]) -> None:
-        """Take what a checkpoint has kept, where it has kept it: of a run that did not look for spikes there is nothing."""
+        """Restore this state from a checkpoint; a run that did not look for spikes has none."""
         kept = about.get(_ABOUT, {})
         self._losses.clear()
         self._losses.extend(kept.get("losses", ()))
@@ -452,15 +452,15 @@ class Spikes:
         self._skipped = max(self._skipped, kept.get("skipped", 0))
 
     def metrics(self) -> dict[str, float]:
-        """How often the run has gone back, and how many batches it has left out."""
+        """The number of rollbacks, and of batches left out."""
         return {"rollbacks": self._rollbacks, "skipped_batches": self._skipped}
 
     def seen(self, step: int, loss: jax.Array) -> None:
-        """A step has been made; nothing waits for its loss here."""
+        """Note a step, without waiting for its loss."""
         self._pending.append((step, loss, self._loader.state_dict()))
 
     def good(self) -> bool:
-        """Read the losses since the last time; whether none is a spike. All processes read the same ones."""
+        """Read the new losses; whether none is a spike. All processes read the same ones."""
         for step, loss, position in self._pending:
             value = as_floats({"loss": loss})["loss"]
             usual = median(self._losses) if len(self._losses) == self._rule.window else None
@@ -481,7 +481,7 @@ class Spikes:
         return usual is not None and 0 < self._rule.factor * usual < value
 
     def roll_back(self) -> int:
-        """Go back to the last checkpoint before the spike that a run saves by itself, and past the spike in the data.
+        """Return to the last regular checkpoint before the spike, and skip the data past it.
 
         Returns:
           The updates that are made now.
@@ -515,7 +515,7 @@ class Spikes:
 
 
 class ReplicasCompared:
-    """Called after every step by `fit`: compares if it is time, then does what comes after a step.
+    """Compares replicas when due; `fit` calls it after every step.
 
     Args:
       config: `train.compare_replicas` says how often, `train.replicas_differ` what happens then.
@@ -536,7 +536,7 @@ class ReplicasCompared:
         self._told, self._last = set[int](), last
 
     def __call__(self, step: int, metrics: dict[str, float]) -> bool:
-        """Compare if it is time.
+        """Compare the replicas if it is due.
 
         Returns:
           Whether to stop, as `after` says.
@@ -562,7 +562,7 @@ _LAUNCH = "launch.txt"
 
 
 class RunFolder:
-    """Finds and claims the folder to go on with, as soon as it is made; a new one is made by `make`. A context.
+    """Finds and claims the run's folder to resume, or makes a new one in `make`. A context.
 
     All processes make the same calls; the main one decides.
 
@@ -618,33 +618,33 @@ class RunFolder:
 
     @property
     def leads(self) -> bool:
-        """Whether this process writes into it: the main one."""
+        """Whether this process is the main one, which writes into the folder."""
         return self._team.leads
 
     def begins(self) -> bool:
-        """Whether there is no checkpoint to go on from: a run that is restarted before its first one begins anew."""
+        """Whether there is no checkpoint to resume from; then a restarted run begins anew."""
         here = self.resumed and self._team.decide("look for checkpoints", partial(_has_checkpoints, self.path))
         return not (here or self.mirrored)
 
     @property
     def left_copies(self) -> bool:
-        """Whether the processes of an attempt before may have left copies in memory."""
+        """Whether processes of an earlier attempt may have left copies in memory."""
         return self.memory is not None and self._environ.get(RESTART_COUNT, "0") != "0"
 
     @property
     def path(self) -> Path:
-        """The folder."""
+        """The run's folder."""
         assert self._path is not None, "make it first"
         return self._path
 
     @property
     def manager(self) -> CheckpointManager:
-        """Of its checkpoints."""
+        """The manager of the run's checkpoints."""
         assert self._manager is not None, "make the folder first"
         return self._manager
 
     def make(self) -> None:
-        """Make a new folder, unless there is one to go on with."""
+        """Make a new folder, unless one is resumed."""
         if self._manager is None:
             self._claim(self._team.decide("make the run's folder", partial(new_folder, self._config)))
 
@@ -674,12 +674,12 @@ class RunFolder:
 
 
 def unchanged(environ: Mapping[str, str]) -> bool:
-    """Whether this is a restart of the same run on the same machines: what its step sends has been said, and took a trace."""
+    """Whether this is a restart on the same machines, so that the ledger, which needs a trace, was printed before."""
     return environ.get(RESTART_COUNT, "0") != "0" and MACHINES not in environ
 
 
 def earlier_folder(config: RunConfig, environ: Mapping[str, str] = os.environ) -> str | None:
-    """The folder of the run to go on with, None for a new run. Nothing is written.
+    """The folder of the run to resume, None for a new run. Writes nothing.
 
     Args:
       config: `resume` decides: null means a new run; `auto` the newest of this name that has checkpoints, if there is one;
@@ -697,7 +697,7 @@ def earlier_folder(config: RunConfig, environ: Mapping[str, str] = os.environ) -
 
 
 def new_folder(config: RunConfig) -> str:
-    """The run's name, or its name with the number after the highest, so that numbers tell the age."""
+    """Make a new run folder: the run's name, with the number after the highest existing one."""
     root = Path(config.output.dir)
     root.mkdir(parents=True, exist_ok=True)
     while True:
@@ -711,14 +711,14 @@ def new_folder(config: RunConfig) -> str:
 
 
 def _of_this_name(config: RunConfig) -> dict[int, Path]:
-    """The folders of all runs of this name by number, the newest first."""
+    """The folders of all runs with this name by number, newest first."""
     root = Path(config.output.dir)
     numbered = ((_number(config, path), path) for path in (root.iterdir() if root.is_dir() else ()))
     return dict(sorted(((number, path) for number, path in numbered if number is not None), reverse=True))
 
 
 def _number(config: RunConfig, folder: Path) -> int | None:
-    """Which run of this name is in a folder; None: one of another name."""
+    """The number of a run of this name in a folder; None for other names."""
     rest = folder.name.removeprefix(config.name)
     if folder.name.startswith(config.name) and (not rest or (rest[0] == "-" and rest[1:].isdecimal())):
         return int(rest[1:] or 1)
@@ -750,7 +750,7 @@ def _has_checkpoints(folder: Path) -> bool:
 
 
 def _has_copies(config: RunConfig, resumed: str | None) -> bool:
-    """Whether an object store has checkpoints to go on from."""
+    """Whether an object store has checkpoints to resume from."""
     section, url = config.checkpoint, config.checkpoint.store
     assert url is not None
     key = f"checkpoint.{'mirror' if section.url is None else 'url'}={url}"
@@ -774,7 +774,7 @@ def _has_copies(config: RunConfig, resumed: str | None) -> bool:
 
 
 def _require_same_place(folder: Path, url: str | None) -> None:
-    """Refuse to go on with a run whose checkpoints are not where they would be looked for."""
+    """Refuse to resume a run whose checkpoints are not where the configuration would look for them."""
     said = place_said(folder)
     if (folder / NEWEST).is_file() and said != url:
         raise ConfigError(
@@ -790,7 +790,7 @@ def _require_same_place(folder: Path, url: str | None) -> None:
 
 @dataclass(frozen=True)
 class RunSetup:
-    """What a run stands on.
+    """What a run works with: devices, mesh, plan and shapes of batches.
 
     Attributes:
       world: the processes and their devices.
@@ -816,7 +816,7 @@ class RunSetup:
 
 
 def lay_ground(config: RunConfig) -> RunSetup:
-    """Start the devices, and check that mesh and batch fit them. Call it before anything touches a JAX device.
+    """Start the devices, and check that mesh and batch fit them. Call it before anything uses a JAX device.
 
     Raises:
       ValueError: for degrees whose product is not the number of devices, a batch that does not divide, or a folder of compiled
@@ -841,7 +841,7 @@ def lay_ground(config: RunConfig) -> RunSetup:
 
 
 def simulated_where_few(config: RunConfig, environ: Mapping[str, str] = os.environ) -> RunConfig:
-    """A configuration with as many simulated devices as its mesh wants, where this machine has fewer, which is said."""
+    """The configuration with simulated devices added, with a note, if this machine has fewer than its mesh needs."""
     wanted = math.prod(degree for degree in config.degrees.values() if degree != -1)
     gpus = len(visible_gpus(environ))
     here = requested_devices() if only_cpu() else gpus
@@ -852,7 +852,7 @@ def simulated_where_few(config: RunConfig, environ: Mapping[str, str] = os.envir
 
 
 def on_machines(config: RunConfig, environ: Mapping[str, str] = os.environ) -> RunConfig:
-    """A run's configuration for the machines that are there, where they may come and go. Starts the devices.
+    """The configuration adapted to the current machines, if they may come and go. Starts the devices.
 
     Raises:
       ConfigError: with everything for which the run could not go on with another number of machines.
@@ -869,7 +869,7 @@ def on_machines(config: RunConfig, environ: Mapping[str, str] = os.environ) -> R
 
 
 def check_sizes(config: RunConfig, ground: RunSetup, plan: Plan) -> None:
-    """Refuse a batch that does not split over the mesh as a plan says.
+    """Refuse a batch that does not split over the mesh under a plan.
 
     Raises:
       ValueError: naming the configuration's sizes and the nearest that do.
@@ -882,14 +882,14 @@ def check_sizes(config: RunConfig, ground: RunSetup, plan: Plan) -> None:
 
 
 def batch_of_tokens(config: RunConfig) -> PyTree:
-    """Shapes of a batch of text or documents."""
+    """The shapes of a batch of text or documents."""
     rows = jax.ShapeDtypeStruct((config.train.global_batch_size, config.data.length), np.int32)
     of_documents = {"segment_ids": rows, "positions": rows} if config.data.documents else {}
     return {"tokens": rows, "targets": rows, **of_documents}
 
 
 def start_devices(simulated: int | None) -> World:
-    """The world of simulated CPU devices, or of those that JAX finds.
+    """The world of simulated CPU devices, or of the devices that JAX finds.
 
     Raises:
       ValueError: for simulated devices in one of several launched processes, or a platform that JAX does not have.
@@ -912,7 +912,7 @@ def start_devices(simulated: int | None) -> World:
 
 
 def all_or_refuse(*attempts: Callable[[], Any]) -> list[Any]:
-    """The results of all attempts.
+    """Run all attempts; returns their results, or refuses with all their problems together.
 
     Raises:
       ConfigError: with every attempt's refusal.
@@ -931,7 +931,7 @@ def all_or_refuse(*attempts: Callable[[], Any]) -> list[Any]:
 
 
 def check_weights(config: RunConfig) -> None:
-    """Look whether the weights that a new run starts from are of its model, and whether adapters have some to adapt.
+    """Check that a new run's initial weights fit its model, and that adapters have weights to adapt.
 
     Raises:
       ConfigError: when they are not, or are missing.
@@ -962,7 +962,7 @@ NONFINITE = "nonfinite"
 
 
 class Saves:
-    """Called after every step by `fit`.
+    """Saves checkpoints when due; `fit` calls it after every step.
 
     Args:
       manager: None saves nothing.
@@ -1004,7 +1004,7 @@ class Saves:
         self.diverged: str | None = None
 
     def __call__(self, step: int, metrics: dict[str, float]) -> bool:
-        """Save if it is time.
+        """Save if it is due.
 
         Args:
           step: updates made.
@@ -1034,7 +1034,7 @@ class Saves:
         return self.stopped is not None or self.diverged is not None
 
     def ends_after(self, step: int) -> bool:
-        """Whether this step is saved in any case, as the run ends here; the same in all processes, and asked by all."""
+        """Whether the run ends after this step, which is then saved; equal in all processes, which must all ask."""
         if self._asked != step and self._preemption.stop_after(step):
             self.stopped = step
         self._asked = step
@@ -1042,17 +1042,17 @@ class Saves:
 
     @property
     def goes_back(self) -> bool:
-        """Whether the training has ended to go on from the checkpoint before a spike."""
+        """Whether training has stopped to resume from the checkpoint before a spike."""
         return self._spikes is not None and self._spikes.found is not None and not (self.stopped or self.diverged)
 
     @property
     def reason(self) -> str:
-        """How the training has ended, where it is over: "finished", "stopped" or "diverged"."""
+        """How the training ended: "finished", "stopped" or "diverged"."""
         return "diverged" if self.diverged else "finished" if self.stopped is None else "stopped"
 
     @property
     def failures(self) -> dict[str, int]:
-        """For records: how many saves of this process have failed and were passed over, where any may."""
+        """For records: the number of this process's failed saves that were passed over, if that is allowed."""
         return {} if self._manager is None or self._most == 1 else {"failed_saves": self._manager.failed_saves}
 
     def _in_a_row(self) -> int:
@@ -1060,7 +1060,7 @@ class Saves:
         return 0 if guard is None else int(np.max(to_host(guard.in_a_row)))
 
     def _save_for_inspection(self) -> None:
-        """The state before the first bad update, which it still is, and the position of that update's batch."""
+        """Save the state before the first bad update, which is still the current one, and that update's batch position."""
         state, mesh = self._trainer.state, self._trainer.model.mesh
         assert state.guard is not None and self._limit is not None
         counts = to_host(state.guard)
@@ -1076,7 +1076,7 @@ class Saves:
         )
 
     def _save_replicas(self, state: TrainState, halted: np.ndarray, since: int) -> None:
-        """Where each rank trains by itself, the others have gone on: the state as it is now."""
+        """Save the current state if ranks train independently, as the other replicas have gone on."""
         guard = self._trainer.train_step.at_rest.kept["guard"].first(None, self._trainer.model.mesh)
         self._inspect(state.keeping(guard=guard), self._positions[-1][0])
         self.diverged = (
@@ -1094,7 +1094,7 @@ class Saves:
 
 
 class _Position:
-    """A loader's position of some steps ago."""
+    """A loader's position a few steps ago."""
 
     def __init__(self, position: dict[str, Any]):
         self._position = position
@@ -1112,7 +1112,7 @@ class _Position:
 
 
 def begin(folder: RunFolder, config: RunConfig, trainer: Trainer, data: TextData) -> tuple[int, dict[str, Any]]:
-    """Go on from the last good checkpoint, if there is one, and note in the folder what it is trained with from here on.
+    """Resume from the last good checkpoint, if there is one, and record the configuration from here on.
 
     Returns:
       Updates made, and what the checkpoint says about itself.
@@ -1134,7 +1134,7 @@ def begin(folder: RunFolder, config: RunConfig, trainer: Trainer, data: TextData
 
 
 def _restored(folder: RunFolder, trainer: Trainer, data: TextData) -> tuple[Manifest | None, str]:
-    """What the trainer goes on from now, and where that was: in memory, unless a newer one on disk is good."""
+    """The step that the trainer resumes from, and from where: memory, unless a newer checkpoint is good."""
     if folder.memory is not None:
         found, here = restore_newest(folder.memory, folder.manager, trainer, of=str(folder.path), data=data.train)
         print0(f"memory     {folder.memory.bound}")
@@ -1179,7 +1179,7 @@ def _degrees(mesh: dict[str, int]) -> str:
 
 @contextmanager
 def run_watchdog(config: RunConfig, ground: RunSetup, trainer: Trainer, folder: Path) -> Iterator[Watchdog]:
-    """Watch a run; if it dies, its processes leave their records in its folder.
+    """Watch a run; if it dies, its processes write flight records in its folder.
 
     Args:
       config: of the run; says after how long.
@@ -1198,12 +1198,12 @@ def run_watchdog(config: RunConfig, ground: RunSetup, trainer: Trainer, folder: 
 
 
 def configuration_hash(config: RunConfig) -> str:
-    """A digest of all settings; those of processes that were started alike are equal."""
+    """A hash of all settings, equal in processes that were started alike."""
     return hashlib.sha256(json.dumps(as_dict(config), sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def in_order(trace: Callable[[], Any]) -> list[dict[str, Any]]:
-    """The collectives of a traced step in the order of its program, as plain values: `bytes` are those of the whole arrays."""
+    """The collectives of a traced step in program order, as plain values; `bytes` are those of the full arrays."""
     return [
         {
             "kind": each.kind,

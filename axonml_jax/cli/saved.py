@@ -1,4 +1,4 @@
-"""`eval`, `generate`, `runs`: commands on what runs have left in their folders."""
+"""`eval`, `generate`, `runs`: commands on the folders of runs."""
 
 import argparse
 import json
@@ -51,7 +51,7 @@ from axonml_jax.training.callbacks import as_floats
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """A run to look at; nothing in its folder is changed.
+    """A run to inspect; nothing in its folder is changed.
 
     Attributes:
       folder: the run's.
@@ -104,7 +104,7 @@ _READ = ("train.global_batch_size", "train.eval_batches", "train.seed", "output.
 
 
 def saved_run(command: str, given: argparse.Namespace, flags: Sequence[str]) -> SavedRun:
-    """The run that the arguments name.
+    """Find the run that the arguments name.
 
     Args:
       command: for messages.
@@ -151,7 +151,7 @@ def require_average(checkpoint: Path) -> None:
 
 
 def _chosen(folder: Path, step: str | None) -> int:
-    """A checkpoint's step. Only files are read, or a store, as the devices may not have been started yet."""
+    """The step of the chosen checkpoint; reads only files or a store, because devices may not be started yet."""
     steps = list(_checkpoints(folder))
     listed = ", ".join(map(str, steps[-8:])) or "none"
     if not steps:
@@ -184,7 +184,7 @@ _WITHOUT_EFFECT = ("name", "profile", "resume", "output")
 
 @dataclass(frozen=True)
 class Found:
-    """What a run has written.
+    """What a run has written into its folder.
 
     Attributes:
       folder: the run's.
@@ -203,7 +203,7 @@ class Found:
         return next((each.metrics[metric] for each in reversed(self.records) if metric in each.metrics), None)
 
     def best(self, metric: str, *, highest: bool = False) -> float | None:
-        """Its lowest value, or its highest; of those that are finite."""
+        """The lowest finite value of a metric, or the highest."""
         values = [each.metrics[metric] for each in self.records if math.isfinite(each.metrics.get(metric, math.nan))]
         return (max if highest else min)(values, default=None)
 
@@ -250,7 +250,7 @@ def differences(found: Sequence[Found]) -> dict[str, list[Any]]:
 
 
 def _below(path: Path) -> Iterator[Found]:
-    """The run of a folder, or those in it."""
+    """Yield the run in a folder, or the runs inside it."""
     if (path / NEWEST).is_file():
         yield _read(path)
         return
@@ -279,7 +279,7 @@ def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _names(found: Sequence[Found]) -> list[str]:
-    """The names of the runs' folders; the whole paths where several are called alike."""
+    """The names of the runs' folders; full paths if several have the same name."""
     names = [run.folder.name for run in found]
     return names if len(set(names)) == len(names) else [run.folder.as_posix() for run in found]
 
@@ -301,7 +301,7 @@ def _table(found: Sequence[Found], given: argparse.Namespace) -> str:
 
 
 def _speed(run: Found) -> str:
-    """Of a run on data of one's own, where nothing is known of tokens, in examples."""
+    """The speed in tokens; in examples if the run's data is the user's own."""
     tokens, examples = run.last("tokens_per_second"), run.last("examples_per_second")
     if tokens is None:
         return "-" if examples is None else f"{examples:,.0f} examples/s"
@@ -320,7 +320,7 @@ def _number(value: float | None) -> str:
 
 
 def _plain(run: Found, given: argparse.Namespace) -> dict[str, Any]:
-    """What JSON holds, which knows no values that are not finite."""
+    """The run's values as JSON, which has no values that are not finite."""
     metric = given.metric
     values = {
         "run": run.folder.as_posix(),
@@ -390,7 +390,7 @@ def eval_run(given: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def _batches(loader: DataLoader, given: argparse.Namespace, usual: int | None) -> int:
-    """How many batches to take.
+    """The number of batches to take.
 
     Raises:
       ConfigError: of data that can only be iterated over, which has no end that is known, where nothing says it.
@@ -404,7 +404,7 @@ def _batches(loader: DataLoader, given: argparse.Namespace, usual: int | None) -
 
 
 def _counted(batches: Iterator[Any], targets: list[float], own: bool) -> Iterator[Any]:
-    """The batches, whose numbers of targets (of one's own data: of examples) are added to a list: packed documents differ."""
+    """Pass batches through, and append their numbers of targets (of the user's own data: examples) to a list."""
 
     def number(batch: Any) -> Any:
         return len(jax.tree.leaves(batch)[0]) if own else jnp.sum(counted(batch["targets"]))
@@ -440,7 +440,7 @@ _PATIENCE = 86_400.0
 
 
 def generate_text(given: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Continue a prompt: `--prompt`, a file's, what is piped in, or line by line what is typed.
+    """Continue a prompt: `--prompt`, a file, piped input, or lines typed one by one.
 
     Args:
       given: the arguments of `generate_parser`.
@@ -485,7 +485,7 @@ def _problems(given: argparse.Namespace) -> Iterator[str]:
 def _continue(
     run: SavedRun, model: ParallelModel, prompt: str, given: argparse.Namespace, sampling: Sampling, key: jax.Array
 ) -> None:
-    """Write a prompt and what follows it."""
+    """Print a prompt and its continuation."""
     tokenizer = load_tokenizer(run.config.data.tokenizer)
     tokens = tokenizer.encode([prompt], special="before")[0][None]
     print0(prompt, end="", flush=True)
@@ -499,7 +499,7 @@ def _continue(
 
 
 def _given(given: argparse.Namespace) -> list[str]:
-    """The prompts that the flags give; a file is the main process's, which may be the only one that has it."""
+    """The prompts given by flags; the main process reads a file, as it may be the only one that has it."""
     if given.prompt is None and given.prompt_file is None:
         return []
     text = given.prompt
@@ -518,7 +518,7 @@ def _content(path: Path) -> str:
 
 
 def _heard(given: argparse.Namespace) -> Iterator[str]:
-    """What is piped in, or line by line what is typed; the main process reads it, and the others hear of it."""
+    """Yield piped or typed prompts; the main process reads them, and sends them to the others."""
     team = Team(timeout=_PATIENCE)
     text = team.decide("read the prompt", lambda: None if sys.stdin.isatty() else sys.stdin.read())
     if text == "":
@@ -533,7 +533,7 @@ def _heard(given: argparse.Namespace) -> Iterator[str]:
 
 
 def _typed() -> str | None:
-    """A line, None at the end of the input."""
+    """Read a line; None at the end of the input."""
     try:
         return input("prompt> ")
     except EOFError:

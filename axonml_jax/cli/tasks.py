@@ -1,4 +1,4 @@
-"""What a run trains: text, documents, or a model, loss and data of one's own."""
+"""What a run trains: text, documents, or a model, loss and data of the user's own."""
 
 import functools
 import inspect
@@ -73,12 +73,12 @@ class DocumentSplit:
     sizes: tuple[int, int]
 
     def checksums(self) -> dict[str, str]:
-        """What tells this text from another."""
+        """Fingerprints that identify the data."""
         return {"train": self.train.fingerprint, "valid": ", ".join(each.fingerprint for each in self.valid)}
 
 
 def check_tokenizer(config: RunConfig) -> None:
-    """Refuse a model whose vocabulary lacks tokens, before anything is read or allocated.
+    """Refuse a model whose vocabulary is too small, before anything is read or allocated.
 
     Raises:
       ImportError: the tokenizer's library is not installed.
@@ -95,7 +95,7 @@ def check_tokenizer(config: RunConfig) -> None:
 
 
 def read_documents(config: DataConfig) -> DocumentSplit:
-    """The documents that the section `data` names, as rows.
+    """Read the documents that the section `data` names, as rows.
 
     Raises:
       ImportError: a library for them is not installed.
@@ -115,7 +115,7 @@ def read_documents(config: DataConfig) -> DocumentSplit:
 
 
 class FilledUp:
-    """Datasets of rows one after the other, and then empty rows up to a whole batch: a validation leaves no row out.
+    """Concatenated datasets of rows, padded with empty rows to full batches, so that a validation leaves no row out.
 
     Args:
       parts: the rows, of documents or of windows.
@@ -140,13 +140,13 @@ class FilledUp:
         return self._parts[part][index - (int(self._ends[part - 1]) if part else 0)]
 
     def targets(self, num_batches: int) -> list[int]:
-        """How many predictions count in each of the first batches."""
+        """The number of counted targets in each of the first batches."""
         counts = [int((self[i]["targets"] >= 0).sum()) for i in range(num_batches * self._batch_size)]
         return np.reshape(counts, (num_batches, -1)).sum(axis=1).tolist()
 
 
 def _packed(config: DataConfig, path: str) -> tuple[PackedDocuments, PackedDocuments]:
-    """Rows to train on and to validate on of one source, whose documents are drawn in an order of their own."""
+    """Training and validation rows of one source, whose documents are split in a fixed random order."""
     encoder = DocumentEncoder(
         tokenizer=load_tokenizer(config.tokenizer),
         fields=config.fields,
@@ -167,7 +167,7 @@ def _packed(config: DataConfig, path: str) -> tuple[PackedDocuments, PackedDocum
 
 
 def _texts(dataset: Any, encoder: DocumentEncoder, max_bytes: int | None) -> list[dict[str, str]]:
-    """Samples in an order that is the same everywhere, as many as the limit allows."""
+    """Samples in a fixed random order, up to the limit."""
     samples, size = [], 0
     order = np.argsort(np.random.Philox(key=np.array([0, 0], np.uint64)).random_raw(len(dataset)), kind="stable")
     for index, sample in _samples(dataset, order.tolist()):
@@ -181,7 +181,7 @@ def _texts(dataset: Any, encoder: DocumentEncoder, max_bytes: int | None) -> lis
 
 
 def _samples(dataset: Any, order: Sequence[int]) -> Iterator[tuple[int, Any]]:
-    """Samples by number, many at once where the dataset can: those of a row group come together, whatever their order."""
+    """Yield samples by index, in groups if the dataset can read several at once."""
     many = getattr(dataset, "__getitems__", None)
     step = 1 if many is None else _DOCUMENTS_AT_ONCE
     for at in range(0, len(order), step):
@@ -207,7 +207,7 @@ def _encoded(encoder: DocumentEncoder, samples: list[dict[str, str]]) -> list[An
 
 @dataclass(frozen=True)
 class OwnSplit:
-    """What to train on and to validate on.
+    """The user's own data to train and to validate on.
 
     Attributes:
       train: a dataset or a `Stream`.
@@ -220,13 +220,13 @@ class OwnSplit:
     batch: PyTree
 
     def checksums(self) -> dict[str, str]:
-        """What tells this data from other data, as far as it says: its fingerprint, length and shapes."""
+        """What identifies the data, as far as it tells: fingerprint, length and shapes."""
         parts = {"train": self.train, "valid": self.valid}
         return {name: f"{_said(part)} {batch_words(self.batch)}" for name, part in parts.items()}
 
 
 class SomeSamples:
-    """Some samples of a dataset.
+    """A subset of a dataset's samples.
 
     Args:
       dataset: with `__len__` and `__getitem__`.
@@ -245,14 +245,14 @@ class SomeSamples:
         return self._dataset[int(self._indices[index])]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Several at once, as the dataset gives several where it can."""
+        """Read several samples at once, if the dataset can."""
         own = self._indices[np.asarray(indices)].tolist()
         many = getattr(self._dataset, "__getitems__", None)
         return [self._dataset[i] for i in own] if many is None else many(own)
 
 
 def read_own(config: DataConfig, batch_size: int) -> OwnSplit:
-    """The data that the section `data` names. One sample is read, which tells the shapes of a batch.
+    """Make the data that the section `data` names; reads one sample for the shapes of a batch.
 
     Raises:
       ValueError: for a path or arguments that do not fit, what is no data, or a sample that is not made of numbers.
@@ -266,18 +266,18 @@ def read_own(config: DataConfig, batch_size: int) -> OwnSplit:
 
 
 def batch_words(batch: PyTree) -> str:
-    """Its leaves with their shapes: `x [64, 28] float32, y [64] int32`."""
+    """Describe the leaves of a batch with their shapes: `x [64, 28] float32, y [64] int32`."""
     leaves = {name or "batch": leaf for name, leaf in named_leaves(batch).items()}
     return ", ".join(f"{name} {list(leaf.shape)} {leaf.dtype}" for name, leaf in leaves.items())
 
 
 def length_of(source: Any) -> int | None:
-    """Samples, where that is known."""
+    """The number of samples; None if it is not known."""
     return None if source is None or isinstance(source, Stream) else len(source)
 
 
 def _source(described: Mapping[str, Any], key: str) -> Any:
-    """A described dataset or stream; a generator function is kept, to be called in every epoch."""
+    """Make a described dataset or stream; a generator function is kept, to be called in every epoch."""
     if "class_path" not in described:
         raise ValueError(f"{key}={dict(described)}: must be a class_path and its init_args")
     make = made_by(described, key)
@@ -295,7 +295,7 @@ def _source(described: Mapping[str, Any], key: str) -> Any:
 
 
 def _divided(dataset: Any, fraction: float) -> tuple[Any, Any]:
-    """Samples to train on and to validate on, drawn in an order that is the same everywhere."""
+    """Training and validation samples, split in a fixed random order."""
     count = max(1, int(len(dataset) * fraction))
     if len(dataset) <= count:
         raise ValueError(f"data: {len(dataset)} samples are too few to train and to validate on")
@@ -336,7 +336,7 @@ def _said(source: Any) -> str:
 
 
 def own_callbacks(described: Sequence[Mapping[str, Any]] | None, more: Sequence[Callback] = ()) -> tuple[Callback, ...]:
-    """The callbacks that the key `callbacks` names, and more.
+    """Make the callbacks that the key `callbacks` names, and append more.
 
     Raises:
       ValueError, TypeError: for what cannot be made, or is none.
@@ -391,14 +391,14 @@ _KEY = "model"
 
 @dataclass(frozen=True)
 class Buildable:
-    """What `ax.parallelize` takes: a model, or a function that makes one, and of Linen a function that makes its variables."""
+    """What `ax.parallelize` accepts: a model or a function that makes one, and for Linen one that makes its variables."""
 
     model: Any
     params: Callable[[], PyTree] | None = None
 
 
 def own_model(config: OwnModel, loss_fn: LossFn, batch: PyTree, seed: int) -> Buildable:
-    """The model that a configuration names. Nothing is allocated.
+    """Make the model that a configuration names, without allocating its arrays.
 
     An NNX class is called with `rngs` beside its arguments, if it takes them. A Linen module gets its variables from the loss
     of one example: whatever modules that calls are initialized.
@@ -429,7 +429,7 @@ def own_model(config: OwnModel, loss_fn: LossFn, batch: PyTree, seed: int) -> Bu
 
 
 class Initializing:
-    """A Linen module within `init`, called by a loss as the bound model of a step is.
+    """A Linen module inside `init`, which a loss calls like a step's bound model.
 
     Attributes:
       is_training: as in a step.
@@ -450,7 +450,7 @@ class Initializing:
 
 
 def _variables(module: linen.Module, loss_fn: LossFn, batch: PyTree, seed: int) -> PyTree:
-    """A Linen module's first variables, from the loss of one example of zeros."""
+    """Initialize a Linen module's variables by calling the loss on one example of zeros."""
     example = jax.tree.map(lambda x: jnp.zeros(x.shape[:0] if not x.shape else (1, *x.shape[1:]), x.dtype), batch)
 
     def call(inner: linen.Module, batch: PyTree) -> None:
@@ -468,19 +468,19 @@ _WINDOW_BYTES = 1 << 20
 
 
 def loss_fn(model: Any, batch: PyTree) -> WeightedMean | tuple[WeightedMean, dict[str, WeightedMean]]:
-    """Mean cross entropy in nats per token; of a model with experts, in training, their losses too, and what routers did."""
+    """Mean cross entropy in nats per token; with experts, in training, also the routers' losses and metrics."""
     total, weight, routers = model.loss_and_routers(**batch)
     loss = WeightedMean(total, weight)
     return loss if routers is None else (loss, router_metrics(routers))
 
 
 def build_model(config: TransformerConfig, seed: int) -> Transformer:
-    """The transformer with its first weights."""
+    """Make the transformer with its initial weights."""
     return Transformer(config, rngs=nnx.Rngs(seed))
 
 
 def read_data(config: DataConfig, runs: str | None = None) -> TextSplit | DocumentSplit | None:
-    """The text or the documents that the section `data` names; see `read_text` and `read_documents`. None: it is one's own."""
+    """Read the text or documents that the section `data` names; None for the user's own data."""
     if config.class_path is not None:
         return None
     return read_documents(config) if config.documents else read_text(config, runs)
@@ -490,7 +490,7 @@ _WHOLE_FILES = "of several files none is cut: valid has whole ones of that share
 
 
 def read_text(config: DataConfig, runs: str | None = None) -> TextSplit:
-    """The text that the section `data` names, as bytes or as tokens.
+    """Read the text that the section `data` names, as bytes or as tokens.
 
     Args:
       config: the section.
@@ -526,7 +526,7 @@ def read_text(config: DataConfig, runs: str | None = None) -> TextSplit:
 
 
 def _require_text_alone(path: str, runs: str | None) -> None:
-    """Refuse a path whose files hold records too, or may, where nothing says that they are to be left out."""
+    """Refuse a path that also holds files of records, unless the configuration says to ignore them."""
     of_a_run = lambda file: file.name == "metrics.jsonl" and file.with_name(NEWEST).is_file()
     if found := [each for each in records_beside_text(path, runs) if not of_a_run(Path(path, each))]:
         named = ", ".join(found[:3]) + f" and {len(found) - 3} more" * (len(found) > 3)
@@ -537,7 +537,7 @@ def _require_text_alone(path: str, runs: str | None) -> None:
 
 
 def tokens_of(text: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    """A text's bytes as one stream of tokens, int32 [n], none of them added; tokenized by lines, a megabyte at a time."""
+    """Tokenize a text's bytes to one stream, int32 [n], without special tokens; by lines, a megabyte at a time."""
     words, pieces, at = text.tobytes().decode(errors="replace"), [], 0
     while at < len(words):
         end = words.find("\n", at + _WINDOW_BYTES) + 1 or len(words)
@@ -548,7 +548,7 @@ def tokens_of(text: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
 
 @dataclass(frozen=True)
 class TextData:
-    """Batches to train on, the batches of every validation, and of bytes the bigram model's loss on the same ones.
+    """The loaders to train and validate with, and for bytes the bigram model's loss on the same batches.
 
     Attributes:
       train: endless loader.
@@ -576,12 +576,12 @@ class TextData:
 
     @property
     def loss_unit(self) -> str:
-        """What the loss is measured in, where that is known."""
+        """The unit of the loss, if it is known."""
         return "" if self.unit == "sample" else f" nats per {self.unit}"
 
 
 def load_data(config: RunConfig, text: TextSplit | DocumentSplit | OwnSplit, mesh: Mesh) -> TextData:
-    """Loaders over a text, over documents or over data of one's own.
+    """Make loaders over a text, documents, or the user's own data.
 
     Raises:
       ValueError: when either part of the text, or the documents to train on, fill no batch.
@@ -664,7 +664,7 @@ Rest = tuple[tuple[int, Callable[[], PyTree]], ...]
 def rest_of(
     dataset: Any, size: int, plan: Plan, mesh: Mesh, collate: Callable[[Sequence], PyTree] = stack_samples
 ) -> Rest:
-    """What fills no batch at a dataset's end, in parts of which none takes more memory than a batch, whole in every process.
+    """The samples beyond the last full batch, in parts that need no more memory than a batch, full in every process.
 
     Where ranks have models or buffers of their own, that is only what divides over them.
     """
@@ -679,14 +679,14 @@ def rest_of(
 
 
 def _taken(batches: int, rest: Rest, size: int, most: int | None) -> tuple[int, int]:
-    """How many batches a validation takes of so many and the rest, which counts as one, and how many samples they are."""
+    """The number of batches that a validation takes, the rest counted as one, and their number of samples."""
     taken = min(most or batches + 1, batches + bool(rest))
     return taken, min(taken, batches) * size + (sum(number for number, _ in rest) if taken > batches else 0)
 
 
 @dataclass(frozen=True)
 class Words:
-    """`stack_samples` of token ids, where the model's vocabulary is known: what lies beyond it would make the loss NaN.
+    """Collates token ids, and refuses ids beyond the model's vocabulary, which would make the loss NaN.
 
     Attributes:
       vocabulary: how many token ids the model has.
@@ -695,7 +695,7 @@ class Words:
     vocabulary: int
 
     def __call__(self, samples: Sequence) -> PyTree:
-        """Samples as arrays.
+        """Stack samples into arrays.
 
         Raises:
           ValueError: tokens or targets lie beyond the vocabulary.
@@ -714,7 +714,7 @@ class Words:
 
 
 def valid_batches(data: TextData) -> Generator[PyTree, None, None]:
-    """The batches of one validation: the same at every call."""
+    """Yield the batches of one validation, the same in every call."""
     assert data.valid is not None
     from_start(data.valid)
     with closing(iter(data.valid)) as batches:  # pyright: ignore[reportArgumentType]
@@ -724,7 +724,7 @@ def valid_batches(data: TextData) -> Generator[PyTree, None, None]:
 
 
 def check_validation(config: RunConfig, data: TextData) -> None:
-    """Draw a batch of a validation whose length nobody knows, while nothing is trained yet.
+    """Draw a validation batch before training, if the validation's length is unknown.
 
     Raises:
       ValueError: when it may have no end, or fills no batch.
@@ -746,13 +746,13 @@ def check_validation(config: RunConfig, data: TextData) -> None:
 
 
 def from_start(loader: DataLoader) -> None:
-    """Let a loader begin its first epoch again."""
+    """Reset a loader to the start of its first epoch."""
     state = loader.state_dict()
     loader.load_state_dict({**state, "epoch": 0, "samples": 0, **({"place": None} if "place" in state else {})})
 
 
 def opening_of(split: TextSplit | DocumentSplit, config: DataConfig) -> str:
-    """How the samples of a run begin that names no prompt: as the text to validate on does.
+    """The start of a run's samples if no prompt is given: the start of the validation text.
 
     Of documents it is the first one's prompt, where prompts are not learned, or its first four words; of a text four words of
     its second line, since a single file is cut anywhere.
@@ -775,7 +775,7 @@ _OPENING = 256  # tokens in which four words are looked for
 def write_samples(
     model: ParallelModel, config: SampleConfig, window: int, seed: int, tokenizer: str = BYTES, end: str | None = None
 ) -> list[str]:
-    """Texts that a model writes, on the devices and under the plan that it was trained with; every process must call this.
+    """Generate texts, on the devices and under the plan of training; every process must call this.
 
     As in `axonml-jax generate`, nothing stands between the prompt and what follows, and a text ends with its document.
 
@@ -804,7 +804,7 @@ def write_samples(
 
 
 def loss_of(config: RunConfig) -> LossFn:
-    """The run's loss: the section's own, else the cross entropy of the next token.
+    """The run's loss: the configured one, else cross entropy of the next token.
 
     Raises:
       ValueError, TypeError: for a loss that cannot be made.
@@ -815,7 +815,7 @@ def loss_of(config: RunConfig) -> LossFn:
 
 
 def model_of(config: RunConfig, batch: PyTree) -> Buildable:
-    """The run's model, to be made where it will rest.
+    """The run's model, whose arrays are made where they will be stored.
 
     Args:
       config: the run's.
@@ -832,7 +832,7 @@ def model_of(config: RunConfig, batch: PyTree) -> Buildable:
 
 
 def shapes_of(config: RunConfig, batch: PyTree = None) -> Buildable:
-    """The run's model, to look at or to be loaded: the transformer as shapes, one's own to be made where it will rest.
+    """The run's model as shapes, to inspect or load; the user's own model is made where it will be stored.
 
     Args:
       config: the run's.
@@ -852,6 +852,6 @@ def _transformer_shapes(config: TransformerConfig, seed: int) -> Transformer:
 
 
 def adapted(config: RunConfig, model: Any) -> Any:
-    """A model, or what makes one, with the run's adapters where it has some."""
+    """A model, or what makes one, with the run's adapters if it has any."""
     lora = config.finetune.lora
     return model if lora.rank is None else LoraModel(model, lora.build(config.train.seed))

@@ -1,4 +1,4 @@
-"""`train`: from flags and files to a run."""
+"""`train` and `explain`: from flags and files to a run."""
 
 import os
 import zlib
@@ -102,7 +102,7 @@ DIFFERS = 5
 
 
 def explain(config: RunConfig, budget: Budget | None = None, estimate: Estimate | None = None) -> int:
-    """Print what a run would do, hold and send. Nothing is trained or allocated; devices that a machine lacks are simulated.
+    """Print what a run would do, hold and send, without training or allocating; missing devices are simulated.
 
     Args:
       config: the run's.
@@ -194,13 +194,13 @@ def train(config: RunConfig, budget: Budget | None = None, more: Sequence[Callba
 
 
 def _launched(world: World) -> str:
-    """Who was believed about this process's place, in words."""
+    """Describe which launcher determined this process's rank."""
     count = world.num_processes
     return f"launcher   {world.launcher}: {f'{count} processes' if count > 1 else 'one process'}"
 
 
 def _is_as_on_one_device(trainer: Trainer, data: TextData) -> bool:
-    """Whether nothing differs of the next batch, which is then drawn again; says what does."""
+    """Print how the next batch differs from one device; whether it does not. The batch is drawn again for training."""
     position = data.train.state_dict()
     with closing(iter(data.train)) as batches:  # pyright: ignore[reportArgumentType]
         batch = next(batches)
@@ -219,7 +219,7 @@ def _train(
     start: int,
     saved: dict[str, Any],
 ) -> int:
-    """Train from a step to the end, and say how it went; `saved` is what the checkpoint of that step says."""
+    """Train from a step to the end, and print how it went; `saved` is that step's checkpoint."""
     mine, manager = run.path if run.leads else None, run.manager if config.checkpoint.every else None
     metrics = run.path / "metrics.jsonl"
     records = [r for r in read_records(metrics) if r.step <= start] if mine and start and metrics.exists() else []
@@ -252,7 +252,7 @@ def _train(
 
 
 def _shared_settings(config: RunConfig, text: TextSplit | DocumentSplit | OwnSplit) -> dict[str, Any]:
-    """What all processes must agree on; each machine may keep its files elsewhere."""
+    """The settings that all processes must agree on, without paths, which may differ between machines."""
     sections = {
         key: value
         for key, value in as_dict(config).items()
@@ -269,7 +269,7 @@ def _shared_settings(config: RunConfig, text: TextSplit | DocumentSplit | OwnSpl
 def _trainer(
     config: RunConfig, ground: RunSetup, callbacks: Sequence[Callback], *, new: bool, loads: bool = False
 ) -> Trainer:
-    """The run's trainer; of one that loads its state the model is made of shapes, and makes no values for nothing."""
+    """The run's trainer; if it loads its state, the model is made of shapes, without initial values."""
     make, weights = shapes_of if loads else model_of, config.train.weights
     made = make(config, ground.batch)
     # A model that gets weights is made where it rests, so that no process ever holds it whole; so is one of one's own.
@@ -343,7 +343,7 @@ def _run(
 
 
 def _watched(batches: Iterator, watchdog: Watchdog) -> Iterator:
-    """The batches of a validation, each of which is progress."""
+    """Yield a validation's batches, and report each as progress."""
     for batch in batches:
         yield batch
         watchdog.moved()

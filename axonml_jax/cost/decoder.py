@@ -1,4 +1,4 @@
-"""A decoder in numbers: amounts for many candidates at once, attention's shape, weights."""
+"""A decoder's sizes: arithmetic on many candidates at once, the shape of attention, weights and their splits."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ class Matrix(NamedTuple):
 
     @property
     def opens(self) -> bool:
-        """Whether its outputs are heads."""
+        """Whether its outputs are split by heads."""
         return self.split in ("column", "keys")
 
 
@@ -56,7 +56,7 @@ class Scale(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """Of one block.
+    """The shape of one block's attention.
 
     Attributes:
       matrices: all of them, in the order of their making.
@@ -80,44 +80,44 @@ class AttentionShape:
 
     @property
     def queries(self) -> int:
-        """Numbers of a position's queries."""
+        """Elements of a position's queries."""
         return self.heads * self.query_size
 
     @property
     def mixed(self) -> int:
-        """Numbers of what its heads return."""
+        """Elements of the heads' outputs for a position."""
         return self.heads * self.value_size
 
     @property
     def keys_and_values(self) -> int:
-        """Numbers of its keys and values."""
+        """Elements of a position's keys and values."""
         return self.kv_heads * (self.query_size + self.value_size)
 
     @property
     def opened(self) -> int:
-        """Numbers that the layers make which a rank has its heads of."""
+        """Elements per position of layer outputs that are split by heads."""
         return sum(matrix.fan_out for matrix in self.matrices if matrix.opens)
 
     @property
     def pressed(self) -> int:
-        """Numbers that the layers make which every rank has whole: latents, and a key that heads share."""
+        """Elements per position of layer outputs that every rank has in full: latents, and a key that heads share."""
         return sum(matrix.fan_out for matrix in self.matrices if matrix.split == "whole")
 
     @property
     def products(self) -> int:
-        """Multiplications of the matrices per position: as many as they have elements."""
+        """Multiplications of the matrices per position, equal to their number of elements."""
         return sum(matrix.fan_in * matrix.fan_out for matrix in self.matrices)
 
     @property
     def pair_products(self) -> int:
-        """Multiplications for a position and one that it may see: of scores, and of weights with values."""
+        """Multiplications per pair of positions: of scores, and of weights with values."""
         return self.heads * (self.query_size + self.value_size)
 
 
 def grouped_heads(
     hidden_size: int, heads: int, kv_heads: int, head_size: int, *, qk_norm: bool = False
 ) -> AttentionShape:
-    """Multi-head attention, or of queries in groups that share a head of keys and values.
+    """The shape of multi-head or grouped-query attention.
 
     >>> grouped_heads(8, 4, 2, 2).products == 2 * 8 * 8 + 2 * 8 * 4
     True
@@ -140,7 +140,7 @@ def grouped_heads(
 
 
 def latent_heads(hidden_size: int, heads: int, latent: LatentConfig) -> AttentionShape:
-    """Attention whose keys and values are made of latents.
+    """The shape of latent attention, whose keys and values are computed from latents.
 
     >>> latent_heads(8, 2, LatentConfig(kv_rank=4, plain_size=3, rotary_size=2, value_size=3)).entering
     (8, 4)
@@ -183,12 +183,12 @@ def varies(amount: Many) -> bool:
 
 
 def nothing(amount: Many) -> bool:
-    """Whether an amount is the number 0; an array may hold something."""
+    """Whether an amount is the number 0 (arrays count as something)."""
     return not varies(amount) and not amount
 
 
 def divided(amount: Many, parts: Many) -> Many:
-    """`amount // parts`, which numpy does slowly to arrays of floats; those are exact up to 2**53.
+    """`amount // parts`; for arrays, faster than NumPy's floor division of floats, and exact up to 2**53.
 
     >>> divided(7, 2), divided(np.array([7.0, 8.0]), 2)
     (3, array([3., 4.]))
@@ -197,7 +197,7 @@ def divided(amount: Many, parts: Many) -> Many:
 
 
 def plain(amount: Many) -> Many:
-    """An array whose entries are all equal as the number.
+    """Replace an array of equal entries by the number.
 
     >>> plain(np.array([2, 4]) * np.array([4, 2])), plain(3)
     (8, 3)
@@ -206,12 +206,12 @@ def plain(amount: Many) -> Many:
 
 
 def several(ranks: Many) -> bool:
-    """Whether ranks are more than one; of arrays they may be."""
+    """Whether a number of ranks is more than one (arrays: may be)."""
     return varies(ranks) or ranks > 1
 
 
 def either(holds: Many, yes: Many, no: Many) -> Many:
-    """`yes` where something holds, elsewhere `no`.
+    """`yes` where a condition holds, else `no`.
 
     >>> either(2 > 1, 3, 4), either(np.array([True, False]), 3, 4)
     (3, array([3, 4]))
@@ -222,7 +222,7 @@ def either(holds: Many, yes: Many, no: Many) -> Many:
 
 
 def most(*amounts: Many) -> Many:
-    """The largest.
+    """The elementwise maximum of amounts.
 
     >>> most(1, 2), most(2, np.array([1, 3]))
     (2, array([2, 3]))
@@ -231,7 +231,7 @@ def most(*amounts: Many) -> Many:
 
 
 def least(*amounts: Many) -> Many:
-    """The smallest."""
+    """The elementwise minimum of amounts."""
     return _chosen(amounts, min, np.minimum)
 
 
@@ -253,7 +253,7 @@ Place = Literal["first", "block", "dense block", "expert block", "last", "both e
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """Parameters that are alike: one of each block, or one alone.
+    """A parameter of each block, or one by itself, with its split.
 
     Attributes:
       name: path in the model, without the number of the block.
@@ -288,7 +288,7 @@ class Weight:
     stack_dims: int = 0
 
     def stacked(self) -> "Weight":
-        """All of them in one array, as a model that scans its layers holds them."""
+        """The weights of all blocks in one array, as a model that scans its layers holds them."""
         splits = tuple((axes, dim + 1) for axes, dim in self.splits)
         return replace(
             self,
@@ -301,7 +301,7 @@ class Weight:
 
     @property
     def size(self) -> int:
-        """Elements of all of them."""
+        """The number of elements of all of them."""
         return self.count * math.prod(self.shape)
 
 
@@ -311,7 +311,7 @@ class Weight:
 
 
 class ExpertsLike(Protocol):
-    """What is asked of the experts of a configuration; `models.experts_config.ExpertsConfig` is such a value."""
+    """Protocol of a configuration of experts, such as `models.config.ExpertsConfig`."""
 
     num_experts: int
     top_k: int
@@ -326,7 +326,7 @@ class ExpertsLike(Protocol):
 
 
 class DecoderLike(Protocol):
-    """What is asked of a configuration; `models.config.TransformerConfig` is one."""
+    """Protocol of a decoder's configuration, such as `models.config.TransformerConfig`."""
 
     vocab_size: int
     num_layers: int
@@ -362,7 +362,7 @@ class DecoderLike(Protocol):
         ...
 
     def window_of(self, block: int) -> int | None:
-        """How many positions one sees in a block, itself among them; None: all before it."""
+        """The number of positions visible in a block, the position itself included; None for all before it."""
         ...
 
     @property
@@ -372,12 +372,12 @@ class DecoderLike(Protocol):
 
     @property
     def words_at_once(self) -> int:
-        """Words whose logits the loss holds at once; 0: all."""
+        """The number of words whose logits the loss holds at once; 0 for all."""
         ...
 
     @property
     def num_params(self) -> int:
-        """Parameters."""
+        """Number of parameters."""
         ...
 
     def flops_per_token(self, length: int) -> int:
@@ -390,36 +390,36 @@ class DecoderLike(Protocol):
 
 
 def inward_products(config: DecoderLike) -> int:
-    """How many products lead to the inner features of a dense feed-forward part: two where it is gated."""
+    """The number of products that lead to the inner features of a dense feed-forward part: two if it is gated."""
     return 1 if config.activation == "gelu" else 2
 
 
 def gated(config: DecoderLike, experts: ExpertsLike) -> bool:
-    """Whether experts multiply two inner products."""
+    """Whether experts are gated, with two inner products."""
     return (experts.activation or config.activation) != "gelu"
 
 
 def expert_blocks(config: DecoderLike) -> list[bool]:
-    """Of every block whether it has experts."""
+    """For each block, whether it has experts."""
     return [config.has_experts(block) for block in range(config.num_layers)]
 
 
 def is_decoder(model: object) -> bool:
-    """Whether a model is such a configuration."""
+    """Whether a model is a decoder's configuration."""
     return all(
         hasattr(model, name) for name in ("num_layers", "hidden_size", "attention_shape", "mlp_size", "vocab_size")
     )
 
 
 def layer_degrees(config: DecoderLike, degrees: Mapping[str, Many]) -> dict[str, Many]:
-    """The degrees over which the model's own layers split: of `tensor`, or of row, col and depth."""
+    """The degrees of the axes over which the model's layers split: `tensor`, or row, col and depth; and `expert`."""
     axes = ("tensor",) if config.split == "tensor" else ("row", "col", "depth")
     axes += ("expert",) if config.experts is not None else ()
     return {axis: degrees.get(axis, 1) for axis in axes}
 
 
 def problems(config: DecoderLike, degrees: Mapping[str, int], length: int) -> list[str]:
-    """Why the layers of a model cannot be split over a mesh; empty when they can."""
+    """Why a model's layers cannot be split over a mesh; empty if they can."""
     own = layer_degrees(config, degrees)
     found = [
         f"{axis}={degrees[axis]} splits nothing in a model with split={config.split!r}"
@@ -499,7 +499,7 @@ KINDS: tuple[str, ...] = tuple(_FORMULAS)
 
 
 def exact(amount: Many) -> Many:
-    """`amount` as an int when it is whole; arrays as they are.
+    """Convert an integral `amount` to int; arrays are returned unchanged.
 
     >>> exact(Fraction(6, 3)), exact(Fraction(1, 3))
     (2, Fraction(1, 3))
@@ -544,7 +544,7 @@ def wire_elements(kind: str, elements: Many, group_size: Many) -> Many:
 
 
 def decoder_weights(config: DecoderLike, degrees: Mapping[str, int] | None = None) -> tuple[Weight, ...]:
-    """Every parameter of `models.Transformer(config)`, alike in all blocks of a kind: dense ones, and those with experts.
+    """All parameters of `models.Transformer(config)`, one entry for all blocks of a kind: dense, or with experts.
 
     Args:
       config: its sizes, and how its layers split.
@@ -554,7 +554,7 @@ def decoder_weights(config: DecoderLike, degrees: Mapping[str, int] | None = Non
 
 
 def _kinds(num_layers: int, with_experts: int) -> "Iterator[_Kind]":
-    """The kinds of blocks; one of which there is one alone is no unit."""
+    """Yield the kinds of blocks; a block that is the only one of its kind is no unit."""
     if with_experts in (0, num_layers):
         yield _Kind("block", num_layers, "blocks")
         return
@@ -564,13 +564,13 @@ def _kinds(num_layers: int, with_experts: int) -> "Iterator[_Kind]":
 
 
 def _stacks(block: Sequence[Weight]) -> list[Weight]:
-    """A block's weights as `models.Stack` holds them."""
+    """The weights of a block, stacked as `models.Stack` holds them."""
     return [replace(each.stacked(), name=each.name.replace("blocks/", "blocks/layer/")) for each in block]
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Blocks of one kind: dense ones, or those with experts."""
+    """One kind of blocks: dense, or with experts."""
 
     place: Place
     count: int
@@ -578,12 +578,12 @@ class _Kind:
 
     @property
     def shared(self) -> dict[str, Any]:
-        """What their weights have in common."""
+        """The attributes that all weights of the kind share."""
         return {"place": self.place, "count": self.count, "unit": self.unit}
 
 
 class _Decoder:
-    """A configuration on a mesh."""
+    """The weights of a configuration on a mesh."""
 
     def __init__(self, config: DecoderLike, own: dict[str, int]):
         self.config, self.tensor, self.grid = config, own.get("tensor", 1), config.split == "grid"
@@ -626,7 +626,7 @@ class _Decoder:
         yield from self._linear(f"{name}/down", inner, self.config.hidden_size, "row", kind)
 
     def _experts(self, experts: ExpertsLike, kind: _Kind) -> Iterator[Weight]:
-        """Of all experts in one array each, and of the router, whole on every rank."""
+        """Yield the weights of all experts, each in one array, and of the router, which is replicated."""
         config, number = self.config, experts.num_experts
         size, inner = config.hidden_size, experts.inner_size or config.mlp_size
         router = {"summed": self.outside, **kind.shared}
@@ -649,7 +649,7 @@ class _Decoder:
             yield self._one(f"blocks/mlp/{name}_bias", (number, shapes[name][1]), **more)
 
     def _over_experts(self, inner: int) -> tuple:
-        """Experts over ranks, and inside each the dim that `tensor` splits, 0 for none."""
+        """The split of experts over ranks, and of one dim inside each over `tensor` (0: of none)."""
         over = ((("tensor",), inner),) if inner and self.tensor > 1 else ()
         return ((("expert",), 0), *over)
 
@@ -691,7 +691,7 @@ class _Decoder:
         return found
 
     def _inside_attention(self, kind: _Kind) -> list[Weight]:
-        """Norms of each head, whose gradients are summed over the ranks that split heads, and sinks, which these split."""
+        """The norms of heads, whose gradients are summed over the ranks that split heads, and the sinks, which these split."""
         config, found, axis = self.config, [], "row" if self.grid else "tensor"
         summed = (axis,) if self.grid or self.tensor > 1 else ()
         for name, size, of_heads in config.attention_shape.scales:
@@ -722,7 +722,7 @@ class _Decoder:
         return found
 
     def _splits(self, split: str) -> tuple[tuple, tuple]:
-        """How a layer splits its kernel and its bias."""
+        """The splits of a layer's kernel and bias."""
         if self.grid:
             into, out = ("row", "col") if split == "row" else ("col", "row")
             return (((into, "depth"), 0), ((out,), 1)), (((out,), 0),)

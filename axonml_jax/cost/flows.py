@@ -1,4 +1,4 @@
-"""What a decoder's layers compute and send: attention, experts, tensor parallelism, a pipeline's cuts."""
+"""What a decoder's layers send and compute: attention, experts, tensor parallelism, pipeline stages."""
 
 import math
 from collections import Counter
@@ -60,7 +60,7 @@ SUM, GATHER, SCATTER = "all_reduce", "all_gather", "reduce_scatter"
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """The layers that a rank runs, and on how much.
+    """The layers that a rank runs, and the amounts of data that they process.
 
     Attributes:
       config: the model.
@@ -86,7 +86,7 @@ class Layers:
         self, kind: str, axis: str, elements: Many, work: str, *, calls: Many = 1, arrays: Many = 1, label: str = "",
         dtype: str = "",
     ) -> Flow:  # fmt: skip
-        """`calls` collectives of so many elements, in so many arrays, in every microbatch."""
+        """A flow of `calls` collectives of this many elements per microbatch."""
         name, itemsize = named(dtype or self.dtype)
         return Flow(
             label=label,
@@ -104,7 +104,7 @@ class Layers:
 
     @property
     def boundary(self) -> tuple[Flow, ...]:
-        """What a stage of a pipeline hands on of one microbatch, by dtype."""
+        """The flows between pipeline stages for one microbatch, by dtype."""
         share = 1
         if self.config.sequence_parallel:
             share = layer_degrees(self.config, self.degrees).get("tensor", 1)
@@ -118,7 +118,7 @@ class Layers:
 
 
 def layer_flows(layers: Layers, weights: Weights) -> Iterator[Flow]:
-    """Everything that the layers communicate along their own axes."""
+    """Yield all communication of the layers along their own axes."""
     own = layer_degrees(layers.config, layers.degrees)
     if all(not varies(ranks) and ranks == 1 for ranks in own.values()):
         return
@@ -131,7 +131,7 @@ def layer_flows(layers: Layers, weights: Weights) -> Iterator[Flow]:
 
 
 def _tensor(layers: Layers, weights: Weights) -> Iterator[Flow]:
-    """Shoeybi et al. 2019: per block two all-reduces of [b, s, h] forward and two backward."""
+    """Yield Megatron's flows (Shoeybi et al. 2019): per block two all-reduces of [b, s, h] forward and two backward."""
     whole = layers.tokens * layers.config.hidden_size
     make = lambda work, calls: layers.flow(SUM, "tensor", whole, work, calls=calls)
     parts = layers.parts
@@ -147,18 +147,18 @@ def _tensor(layers: Layers, weights: Weights) -> Iterator[Flow]:
 
 
 def ends_with_product(config: DecoderLike) -> bool:
-    """Whether a block ends with a product, whose result no norm reads: no recomputation repeats what comes after it."""
+    """Whether a block ends with a product rather than a norm, so that recomputation need not repeat its communication."""
     return not config.post_norms
 
 
 def _shared(layers: Layers) -> Many:
-    """Shared experts: dense layers through which all tokens go."""
+    """The number of a rank's blocks with shared experts, dense layers that all tokens pass through."""
     own = layers.config.experts
     return layers.parts.experts if own is not None and own.shared_size else 0
 
 
 def _gates(layers: Layers) -> Iterator[Flow]:
-    """The gradient of the gates is summed over `tensor`: each rank weighs a part of each expert's outputs."""
+    """Yield the sums of the gates' gradients over `tensor`, where each rank weights a part of each expert's outputs."""
     if (own := layers.config.experts) is not None:
         wide = jnp.promote_types(layers.dtype, jnp.float32).name
         pairs, calls = layers.tokens * own.top_k, layers.parts.experts
@@ -166,7 +166,7 @@ def _gates(layers: Layers) -> Iterator[Flow]:
 
 
 def _scores(layers: Layers) -> Iterator[Flow]:
-    """With the sequence split each rank's router scores its positions, and all need the choices of all."""
+    """Yield the gathers of router scores if the sequence is split: each rank scores its positions, and all need all choices."""
     if (own := layers.config.experts) is not None:
         wide, calls = jnp.promote_types(layers.dtype, jnp.float32).name, layers.parts.experts
         for work, times in (("forward", 1), ("backward", layers.run.recomputes)):
@@ -175,7 +175,9 @@ def _scores(layers: Layers) -> Iterator[Flow]:
 
 
 def _sequence(layers: Layers, weights: Weights) -> Iterator[Flow]:
-    """Korthikanti et al. 2022: a gather and a scatter per half block each way, and the gathered input again."""
+    """Yield flows of sequence parallelism (Korthikanti et al. 2022): a gather and a scatter per half block each way, and the
+    gather again.
+    """
     whole, again = layers.tokens * layers.config.hidden_size, layers.run.recomputes
     first, last, shared = layers.parts.first, layers.parts.last, _shared(layers)
     experts = layers.parts.experts  # in the place of so many dense halves; they keep what they gather
@@ -209,7 +211,7 @@ def _sequence(layers: Layers, weights: Weights) -> Iterator[Flow]:
 
 
 def _gathered_latents(layers: Layers) -> Iterator[Flow]:
-    """Of attention, with the sequence split: latents are gathered, again for their layers' weights, and the key heads share."""
+    """Yield flows of latent attention if the sequence is split: latents, again for weight gradients, and the shared key."""
     shape, blocks, again = layers.config.attention_shape, layers.parts.blocks, layers.run.recomputes
     for size in shape.entering:
         entered = layers.tokens * size
@@ -225,13 +227,13 @@ def _gathered_latents(layers: Layers) -> Iterator[Flow]:
 
 
 def _loss(layers: Layers, axis: str) -> Iterator[Flow]:
-    """Cross entropy of split logits: a maximum and a sum of two numbers per token, nothing backward."""
+    """Yield the flows of cross entropy with split logits: a maximum and a sum of two numbers per token, none backward."""
     for numbers in (1, 2):
         yield layers.flow(SUM, axis, numbers * layers.tokens, "forward", calls=layers.parts.last, dtype="float32")
 
 
 def _summed(layers: Layers, weights: Weights, axis: str) -> Iterator[Flow]:
-    """All-reduces of the gradients of parameters that every rank of an axis holds, and of which each rank computes a part."""
+    """Yield all-reduces of the gradients of replicated parameters of which each rank computes a part."""
     for group in weights.groups:
         if axis in group.summed:
             calls = layers.parts.number(group.place, group.count) * group.layers
@@ -240,7 +242,7 @@ def _summed(layers: Layers, weights: Weights, axis: str) -> Iterator[Flow]:
 
 
 def _grid(layers: Layers, weights: Weights) -> Iterator[Flow]:
-    """Singh et al. 2024, with activations whole over row and col between the pairs of layers."""
+    """Yield the flows of 3-D layers (Singh et al. 2024), with activations gathered over row and col between pairs of layers."""
     yield from _weights_over_depth(layers, weights)
     config, row, col = layers.config, layers.degrees.get("row", 1), layers.degrees.get("col", 1)
     size, inner, tokens, blocks = config.hidden_size, config.mlp_size, layers.tokens, layers.parts.blocks
@@ -265,7 +267,7 @@ def _grid(layers: Layers, weights: Weights) -> Iterator[Flow]:
 
 
 def _ends_of_grid(layers: Layers, row: Many, col: Many) -> Iterator[Flow]:
-    """What the embedding sends, and the head with its loss."""
+    """Yield the flows of the embedding, and of the head with its loss."""
     size, tokens = layers.config.hidden_size, layers.tokens
     first, last = layers.parts.first, layers.parts.last
     whole, logits = tokens * size, divided(tokens * layers.config.vocab_size, col)
@@ -279,7 +281,7 @@ def _ends_of_grid(layers: Layers, row: Many, col: Many) -> Iterator[Flow]:
 
 
 def _weights_over_depth(layers: Layers, weights: Weights) -> Iterator[Flow]:
-    """Every weight's block is all-gathered over `depth` at its use, forward and backward, and its gradient reduce-scattered."""
+    """Yield the flows of weights over `depth`: gathered at each use, forward and backward, gradients reduce-scattered."""
     ends = ends_with_product(layers.config)
     for group in weights.groups:
         if "depth" not in group.axes:
@@ -336,7 +338,7 @@ class SplitAttention:
 
     @classmethod
     def of(cls, plan: Plan, config: DecoderLike, degrees: Mapping[str, Many], length: int) -> "SplitAttention | None":
-        """A plan's on a mesh, or on many at once: then the method must be named. None: ranks hold whole sequences.
+        """The split of attention under a plan, on one mesh or many (then with a named method); None for full sequences.
 
         Raises:
           ValueError: for heads that the ranks cannot split; for a ring that a window cuts short, which is not priced.
@@ -378,28 +380,28 @@ class SplitAttention:
 
     @property
     def groups(self) -> Many:
-        """R: of ranks that share heads, each of which holds other positions."""
+        """The number R of groups of ranks, each with other positions."""
         return divided(self.ranks, self.among)
 
     @property
     def queries(self) -> Many:
-        """Elements of a position's queries and of what they read."""
+        """Elements of a position's queries and outputs."""
         return self.heads * (self.query_size + self.value_size)
 
     @property
     def keys(self) -> Many:
-        """Elements of a position's keys and values: Ulysses repeats heads of which there are too few."""
+        """Elements of a position's keys and values; Ulysses repeats heads if there are too few."""
         return most(self.kv_heads, self.among) * (self.query_size + self.value_size)
 
     @property
     def gradient_hops(self) -> Many:
-        """Permutes of the gradients of keys and values that go round, those that bring them home among them."""
+        """The number of permutes of the gradients of keys and values in a ring, including those to their owners."""
         around = self.groups - 1
         # Contiguous, the last ranks' keys are done before the others': each come home in a round of its own.
         return either(self.groups > 1, 2 * around - 1, 0) if self.split.order == "contiguous" else around
 
     def computed_by(self, kernel: str) -> Many:
-        """Whether a kernel that applies to whole sequences computes these: cuDNN only where ranks split heads alone."""
+        """Whether a kernel for full sequences computes these: cuDNN only if ranks split heads alone."""
         if kernel != "splash":
             return self.groups == 1
         queries = self.places * self.among
@@ -407,7 +409,7 @@ class SplitAttention:
         return (queries % BLOCK == 0) & (queries * keys <= LARGEST_PIECE)
 
     def held(self, tokens: Many, itemsize: int, platform: str | None, kernel: Many = False) -> Many:
-        """Bytes that a block needs beside its kept activations: others' keys and values, gradients, one tile of scores.
+        """Bytes that a block needs besides kept activations: others' keys and values, gradients, one tile of scores.
 
         Args:
           tokens: of a rank's microbatch.
@@ -426,17 +428,17 @@ class SplitAttention:
         return tokens * (self.keys * parts + reading) + SCORES * wide * scores
 
     def tile(self, platform: str | None) -> Many:
-        """Positions of a tile of scores."""
+        """The number of positions in a tile of scores."""
         chunk = divided(self.places, order_parts(self.split.order, 1))
         return least(chunk, block_for(platform or ""))
 
     def span(self, platform: str | None) -> Many:
-        """Positions from a tile's first to its last: striped, those of the other ranks lie between."""
+        """The number of positions from a tile's first to its last; striped, other ranks' positions lie between."""
         return self.tile(platform) * (self.ranks if self.split.order == "striped" else 1)
 
     @property
     def balance(self) -> Many:
-        """What the busiest rank computes of causal attention, over the mean; ranks that split heads compute the same.
+        """The causal attention work of the busiest rank over the mean; ranks that split heads do equal work.
 
         The last of contiguous ones is the busiest, less so in windows. In other orders windows change next to nothing.
         """
@@ -451,7 +453,7 @@ class SplitAttention:
 
 
 def _pairs(count: Many, window: int | None) -> Many:
-    """Pairs of positions of which one sees the other, of the first so many positions of a sequence."""
+    """The number of visible pairs among the first `count` positions of a sequence."""
     full = count if window is None else least(count, window)
     return full * (full + 1) / 2 + (count - full) * (window or 0)
 
@@ -464,7 +466,7 @@ def _pairs(count: Many, window: int | None) -> Many:
 def stage_costs(
     config: DecoderLike, blocks: Sequence[int], experts: Sequence[int], run: Run, length: int
 ) -> StageCosts:
-    """What the stages' work costs, in multiplications per token: of their blocks, and of the head on the last one.
+    """The work of the stages in multiplications per token: of their blocks, and of the head on the last one.
 
     The embedding is looked up and costs nothing; a tied one multiplies as the head, though it lives on the first stage.
 
@@ -490,7 +492,7 @@ def stage_costs(
 
 
 def pair_flops(config: DecoderLike, length: int) -> int:
-    """Of a token, forward and backward: those of attention's scores and of what they weigh, hidden ones too.
+    """FLOPs per token, forward and backward, of attention's scores and weighted sums, masked ones included.
 
     Args:
       config: the model.
@@ -500,7 +502,7 @@ def pair_flops(config: DecoderLike, length: int) -> int:
 
 
 def computed_pairs(config: DecoderLike, length: int, tile: Many) -> Many:
-    """Share of all pairs of a sequence's positions that attention computes in tiles, where it leaves out what masks hide.
+    """The share of all pairs of positions that tiled attention computes when it skips masked tiles.
 
     Args:
       config: says how far each block sees.
@@ -539,12 +541,12 @@ def block_products(config: DecoderLike, *, experts: bool = False, resting: bool 
 
 
 def head_products(config: DecoderLike) -> float:
-    """The same of the head."""
+    """Multiplications of the head's matrix per token."""
     return float(config.hidden_size * config.vocab_size)
 
 
 def recomputed_flops(config: DecoderLike, run: Run, length: int) -> Many:
-    """Of a token: a third of forward and backward again; only those of attention and of experts where weight products are kept.
+    """FLOPs per token of recomputation: a third of all, or only attention's and experts' if weight products are kept.
 
     A loss that holds some words' logits at a time computes them once more.
     """
@@ -554,7 +556,7 @@ def recomputed_flops(config: DecoderLike, run: Run, length: int) -> Many:
 
 
 def expert_products(config: DecoderLike) -> int:
-    """Multiplications per token of the experts that it is sent to, in all blocks."""
+    """Multiplications per token of the experts it is sent to, in all blocks."""
     if (own := config.experts) is None:
         return 0
     inward, inner = 2 if gated(config, own) else 1, own.inner_size or config.mlp_size
@@ -562,7 +564,7 @@ def expert_products(config: DecoderLike) -> int:
 
 
 def expert_flops(config: DecoderLike, run: Run) -> Many:
-    """FLOPs of them per token, forward and backward and recomputed."""
+    """FLOPs of experts per token, forward, backward and recomputed."""
     return 2 * expert_products(config) * (3 + run.recomputes)
 
 
@@ -576,7 +578,7 @@ RANKS = "expert"
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedExperts:
-    """What `ParallelMoE` decides about a rank's microbatch (see `Dispatch`).
+    """What `ParallelMoE` chooses for a rank's microbatch (see `Dispatch`).
 
     Attributes:
       ranks: N, of the axis.
@@ -607,7 +609,7 @@ class RoutedExperts:
     def of(
         cls, config: DecoderLike, degrees: Mapping[str, Many], tokens: Many, platform: str | None
     ) -> "RoutedExperts | None":
-        """A configuration's on a mesh, or on many at once. None: it has no experts.
+        """The routed experts of a configuration, on one mesh or many; None if it has no experts.
 
         Args:
           config: the model.
@@ -631,12 +633,12 @@ class RoutedExperts:
 
     @property
     def pairs(self) -> Many:
-        """Choices of a rank's tokens."""
+        """The number of (token, expert) pairs of a rank."""
         return self.tokens * self.top_k
 
     @property
     def slots(self) -> Many:
-        """Rows that a rank sends in a round, for all ranks together, filled or not."""
+        """The number of rows that a rank sends in a round to all ranks together, filled or not."""
         if self.capacity is not None:
             return self.experts * self.capacity
         even = -divided(-_floor(SLACK * self.pairs), self.ranks)
@@ -645,7 +647,7 @@ class RoutedExperts:
 
     @property
     def rows(self) -> Many:
-        """Rows for which a rank's experts have room: of a round, or of gathered tokens in a round."""
+        """The number of rows for which a rank's experts have room: of a round, or of gathered tokens."""
         local = divided(self.experts, self.ranks)
         gathered = least(_floor(SLACK * self.pairs), self.ranks * self.tokens * least(self.top_k, local))
         alone = either(self.ranks > 1, self.slots, self.pairs) if self.capacity is None else self.slots
@@ -653,16 +655,16 @@ class RoutedExperts:
 
     @property
     def empty(self) -> Many:
-        """Rows of one round that carry no token when the load of experts is balanced."""
+        """The number of rows of one round that carry no token under balanced load."""
         return most(0, self.slots - self.pairs)
 
     @property
     def padded(self) -> Many:
-        """Rows that a rank's experts multiply, divided by its share of tokens; 0 where other ranks decide how many arrive."""
+        """The rows that a rank's experts multiply over its share of tokens; 0 if other ranks decide how many arrive."""
         return either(self.ranks > 1, 0.0, 1.0) if self.capacity is None else self.slots / self.pairs
 
     def kept(self, itemsize: int, *, redone: bool = False) -> Many:
-        """Bytes that one layer keeps for its backward: rows as they came and as they went back, and inner products.
+        """Bytes that one layer keeps for its backward: rows received and returned, and inner products.
 
         Args:
           itemsize: of activations.
@@ -677,7 +679,7 @@ class RoutedExperts:
         return everyone + self.rows * self.width * (2 * itemsize + wide) + inner * self.inner * itemsize
 
     def held(self, itemsize: int) -> Many:
-        """Bytes that a layer needs beside that while it computes: gradients of rows, and of a later round all it keeps."""
+        """Bytes that a layer needs besides those while it computes: row gradients, and what a later round keeps."""
         if self.capacity is not None:
             return 0
         grads = 3 * (self.rows + self.block) * self.width + self.block * self.inner
@@ -685,7 +687,7 @@ class RoutedExperts:
 
     @property
     def block(self) -> Many:
-        """Rows of the largest block in which a loop over experts multiplies; 0 where a kernel does."""
+        """Rows of the largest block in which a loop over experts multiplies; 0 if a kernel does it."""
         local = divided(self.experts, self.ranks)
         return either(self.kernel, 0, 2 * -divided(-self.pairs, local))
 
@@ -695,7 +697,7 @@ def _floor(amount: Many) -> Many:
 
 
 def _capacity(tokens: Many, top_k: int, experts: int, factor: float) -> Many:
-    """`capacity_of` many numbers of tokens at once too."""
+    """`capacity_of`, for many numbers of tokens at once."""
     if not varies(tokens):
         return capacity_of(tokens, top_k, experts, factor)
     share = Fraction(str(factor)) * top_k / experts
@@ -709,7 +711,7 @@ def _capacity(tokens: Many, top_k: int, experts: int, factor: float) -> Many:
 
 
 def attention_flows(layers: Layers, attention: SplitAttention, documents: bool = False) -> Iterator[Flow]:
-    """Flows of attention in all blocks of a rank. The backward reads once more what the forward read, as recomputing does.
+    """Yield the flows of attention in a rank's blocks; the backward reads again what the forward read, as recomputing does.
 
     Args:
       layers: the rank's.
@@ -749,7 +751,7 @@ def _read(layers: Layers, attention: SplitAttention, work: str, times: Many) -> 
 
 
 def _segments(layers: Layers, attention: SplitAttention) -> Iterator[Flow]:
-    """The documents of all positions, which the backward keeps."""
+    """Yield the gathers of segment ids, which the backward keeps."""
     axis, calls, whole = attention.split.axis, layers.parts.blocks, layers.tokens * attention.ranks
     yield layers.flow(GATHER, axis, whole, "forward", calls=calls, label=ATTENTION, dtype="int32")
     again = calls * layers.run.recomputes
@@ -757,7 +759,7 @@ def _segments(layers: Layers, attention: SplitAttention) -> Iterator[Flow]:
 
 
 def _across(layers: Layers, attention: SplitAttention, kind: str, work: str, times: Many, dtype: str = "") -> Flow:
-    """Keys and values together, of one group or of all."""
+    """The flow of keys and values together, of one group or of all."""
     parts = attention.groups if attention.gathers else 1
     calls, elements = times * layers.parts.blocks, attention.keys * layers.tokens * parts
     flow = layers.flow(kind, attention.split.axis, elements, work, calls=calls, label=ATTENTION, dtype=dtype)
@@ -771,7 +773,7 @@ def _across(layers: Layers, attention: SplitAttention, kind: str, work: str, tim
 
 @dataclass(frozen=True)
 class Stages:
-    """Blocks by stage.
+    """The numbers of blocks in each pipeline stage.
 
     Attributes:
       num_ranks: S; 1 without a pipeline.
@@ -784,12 +786,12 @@ class Stages:
     experts: tuple[int, ...]
 
     def on_rank(self, rank: int) -> tuple[int, int]:
-        """Blocks of one rank with experts, and all."""
+        """The blocks of one rank: those with experts, and all."""
         return sum(self.experts[rank :: self.num_ranks]), sum(self.blocks[rank :: self.num_ranks])
 
     @property
     def routers_passed(self) -> int:
-        """Routers whose values reach the last stage from others."""
+        """The number of routers whose values are passed on to the last stage."""
         return sum(self.experts[:-1])
 
     @property
@@ -804,7 +806,7 @@ class Stages:
 
 @lru_cache(maxsize=4096)
 def _cut(costs: tuple[float, ...], loose: frozenset[int], head: float, num_stages: int) -> tuple[int, ...]:
-    """Assigns blocks to stages. A block of which there is only one begins no stage."""
+    """Assign blocks to stages; a block that is the only one of its kind begins no stage."""
     begins = [i for i in range(len(costs)) if i not in loose]
     own = [costs[i] for i in begins]
     own[0] += sum(costs[: begins[0]])
@@ -814,7 +816,7 @@ def _cut(costs: tuple[float, ...], loose: frozenset[int], head: float, num_stage
 
 
 def stages_of(config: DecoderLike, plan: Plan, degrees: dict[str, int]) -> Stages:
-    """How a plan's pipeline cuts a model: between blocks, by balanced numbers of multiplications.
+    """How a plan's pipeline cuts a model: between blocks, with balanced numbers of multiplications.
 
     Raises:
       ValueError: when there are fewer blocks than stages.
@@ -840,7 +842,7 @@ def _timetable(pipe: Pipelined, ranks: int, microbatches: int) -> Timetable:
 
 
 def timetable_of(plan: Plan, degrees: dict[str, int]) -> Timetable | None:
-    """What a plan's pipeline executes; None without one.
+    """The timetable that a plan's pipeline executes; None without a pipeline.
 
     Raises:
       ValueError: for sizes that the schedule refuses.
@@ -852,7 +854,7 @@ def timetable_of(plan: Plan, degrees: dict[str, int]) -> Timetable | None:
 
 
 def bubble(timetable: Timetable | None, costs: StageCosts | None = None) -> float:
-    """Idle time over useful time; 0 without a pipeline."""
+    """Idle time over useful time of a pipeline; 0 without one."""
     return 0.0 if timetable is None else simulate(timetable, costs).bubble_fraction
 
 
@@ -868,7 +870,7 @@ BUFFERS = "buffers"
 
 
 def expert_flows(layers: Layers, experts: RoutedExperts) -> Iterator[Flow]:
-    """Flows of the experts in all blocks of a rank. Recomputing repeats the forward, but for the last exchange of a unit."""
+    """Yield the flows of experts in a rank's blocks; recomputing repeats the forward except the last exchange of a unit."""
     yield from _router(layers, experts)
     yield from _counts(layers)
     if experts.capacity is None:
@@ -879,7 +881,7 @@ def expert_flows(layers: Layers, experts: RoutedExperts) -> Iterator[Flow]:
 
 
 def _ends(layers: Layers) -> Many:
-    """0 where a unit ends with what comes back from experts, which no recomputation repeats.
+    """0 if a unit ends with the experts' results, whose exchange recomputation need not repeat; else 1.
 
     A pipeline's stage is one unit where nothing but what is elementwise is made again.
     """
@@ -888,7 +890,7 @@ def _ends(layers: Layers) -> Many:
 
 
 def _round(layers: Layers, experts: RoutedExperts, travels: Many, kind: str) -> Iterator[Flow]:
-    """To the experts and back: forward, backward, and where the forward is repeated."""
+    """Yield the exchanges with experts: forward, backward, and again where the forward is recomputed."""
     rows, blocks = experts.slots * experts.width, layers.parts.experts * travels
     for work, times in (("forward", 2), ("backward", 2 + 2 * layers.run.recomputes)):
         flow = layers.flow(kind, RANKS, rows, work, calls=times * blocks, label=EXPERTS)
@@ -896,7 +898,7 @@ def _round(layers: Layers, experts: RoutedExperts, travels: Many, kind: str) -> 
 
 
 def _rounds(layers: Layers, experts: RoutedExperts) -> Iterator[Flow]:
-    """All ranks learn how many rounds there are; of those after the first one stands for however many there will be."""
+    """Yield the exchange of the number of rounds; rounds after the first are stood for by one."""
     travels, again = 1 - experts.gathers, layers.run.recomputes
     blocks, kind = layers.parts.experts * travels, "ragged_all_to_all" if experts.ragged else "all_to_all"
     numbers = experts.ranks * experts.experts
@@ -912,7 +914,7 @@ def _rounds(layers: Layers, experts: RoutedExperts) -> Iterator[Flow]:
 
 
 def _gathered(layers: Layers, experts: RoutedExperts) -> Iterator[Flow]:
-    """Every rank gets all tokens, their gates and choices, and the outputs are summed where the tokens are."""
+    """Yield the flows if every rank gathers all tokens, gates and choices, and outputs are summed."""
     again, calls = layers.run.recomputes, layers.parts.experts * experts.gathers
     wide = jnp.promote_types(layers.dtype, jnp.float32).name
     whole, pairs = experts.ranks * experts.tokens * experts.width, experts.ranks * experts.pairs
@@ -931,7 +933,7 @@ def _gathered(layers: Layers, experts: RoutedExperts) -> Iterator[Flow]:
 
 
 def _router(layers: Layers, experts: RoutedExperts) -> Iterator[Flow]:
-    """Sums of counts, probabilities and scores over all tokens of a microbatch, whose gradients are summed too."""
+    """Yield the sums of counts, probabilities and scores over all tokens of a microbatch, and of their gradients."""
     roles = {axis: role for axis, role in layers.run.roles.items() if role.reduces != "never"}
     axes = splitting(roles, "rows", "positions")
     wide = jnp.promote_types(layers.dtype, jnp.float32).name
@@ -942,7 +944,7 @@ def _router(layers: Layers, experts: RoutedExperts) -> Iterator[Flow]:
 
 
 def _counts(layers: Layers) -> Iterator[Flow]:
-    """Of a selection bias that follows them: of all blocks, as every rank of a pipeline keeps all state."""
+    """Yield the sums of counts for a selection bias, of all blocks, because every pipeline rank keeps all state."""
     own = layers.config.experts
     if own is None or own.router != "sigmoid" or not own.bias_rate:
         return
@@ -959,12 +961,12 @@ def _counts(layers: Layers) -> Iterator[Flow]:
 
 
 def router_metrics(config: DecoderLike) -> int:
-    """Metrics that the library's own loss returns of routers (`models.router_metrics`)."""
+    """The number of metrics of routers that the library's loss returns (`models.router_metrics`)."""
     if (own := config.experts) is None:
         return 0
     return 6 + (own.num_experts if own.num_experts <= MOST_LOADS else 0)
 
 
 def router_values(config: DecoderLike, routers: Many) -> Many:
-    """Numbers that so many routers' values are, which the stages of a pipeline hand on (`RouterValues`)."""
+    """The number of values of this many routers that pipeline stages pass on (`RouterValues`)."""
     return 0 if config.experts is None else routers * (config.experts.num_experts + 5)

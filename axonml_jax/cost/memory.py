@@ -1,4 +1,4 @@
-"""What a rank holds: parameters, gradients, optimizer state, activations; and the cost of a step."""
+"""The memory of a rank: parameters, gradients, optimizer state, activations; and the parts of a step's cost."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,7 +62,7 @@ from axonml_jax.program.recompute import AHEAD
 
 @dataclass(frozen=True)
 class BlockActivations:
-    """Bytes on one rank for one microbatch.
+    """Bytes of a block's activations on one rank for one microbatch.
 
     Attributes:
       kept: what one block keeps until its backward.
@@ -106,7 +106,7 @@ def block_activations(
     apart: bool,
     documents: bool = False,
 ) -> BlockActivations:
-    """What XLA keeps of the reference transformer, written as the tensors it is made of.
+    """The activations of a block of the reference transformer as XLA keeps them, tensor by tensor.
 
     Per token, with h features, f inner ones, a heads of d, k key and value heads, s positions: the attention's weights in
     float32 and as read, a*s each (with a fused kernel one number per head instead); query, key, value and the mixed heads, and
@@ -165,7 +165,7 @@ def block_activations(
 def _between_products(
     config: DecoderLike, degrees: Mapping[str, Many], tokens: Many, length: int, itemsize: int, fused: bool, one_pass: bool
 ) -> Many:  # fmt: skip
-    """Bytes that a block's backward reads beside its input and its feed-forward part: attention's, and those of norms."""
+    """Bytes that a block's backward reads besides its input and feed-forward part: attention's, and those of norms."""
     (inside, outside), shape, size = _cuts(config, degrees), config.attention_shape, config.hidden_size
     # Attention weights as the softmax leaves and as it is read; of capped scores the tangent too.
     of_scores = (_WIDE if config.attention_softcap is None else 2 * _WIDE) + itemsize
@@ -181,14 +181,14 @@ def _between_products(
 
 
 def _sent(config: DecoderLike, tokens: Many, length: int, platform: str | None, run: Run) -> Many:
-    """Bytes that may go to the host while one block computes the forward of so many tokens with all of its heads."""
+    """Bytes that can be sent to the host while one block's forward is computed for all of its heads."""
     of_blocks = config.flops_per_token(length) - 6 * config.hidden_size * config.vocab_size
     link = int(SENDS.get(platform or "", 0.0) * of_blocks / 3 / config.num_layers)
     return least(tokens * link, int(run.sends) // config.num_layers)
 
 
 def _sums(config: DecoderLike, degrees: Mapping[str, Many], boundary: Many, selective: Many) -> Many:
-    """Bytes of sums over ranks, kept where all else of a block is recomputed: the one after attention, or all products."""
+    """Bytes of the sums over ranks, kept when the rest of a block is recomputed: after attention, or all products."""
     own = layer_degrees(config, degrees)
     if config.split == "grid":
         return either(most(own["row"], own["col"]) > 1, selective - boundary, 0)
@@ -196,7 +196,7 @@ def _sums(config: DecoderLike, degrees: Mapping[str, Many], boundary: Many, sele
 
 
 def _head_norms(config: DecoderLike, itemsize: int, one_pass: bool) -> int:
-    """Of a token's norms of queries and keys, in float32: as they enter and leave, the factor, and two numbers of each head.
+    """Bytes per token of query and key norms: inputs, outputs, factors, and two numbers per head.
 
     Where rsqrt and scale are one factor it is as large as they are; with biases what enters is kept before them too. In one
     pass they are kept as they enter, beside the two numbers.
@@ -207,7 +207,7 @@ def _head_norms(config: DecoderLike, itemsize: int, one_pass: bool) -> int:
 
 
 class _Feed(NamedTuple):
-    """Bytes of a block's feed-forward part; of several kinds the mean.
+    """Bytes of a block's feed-forward part; the mean over several kinds.
 
     Attributes:
       whole: what its backward reads.
@@ -246,7 +246,7 @@ def _feed(
 def fuses_attention(
     config: DecoderLike, length: int, compute: str, platform: str | None, documents: bool = False
 ) -> bool:  # fmt: skip
-    """Whether attention holds no scores of all positions, on a platform (None: no kernel is counted on)."""
+    """Whether attention on a platform (None: without kernels) avoids holding the scores of all positions."""
     if kernel_computes(config, length, compute, platform, documents):
         return True
     if config.attention == "auto":
@@ -262,7 +262,7 @@ def kernel_computes(
     documents: bool = False,
     attention: SplitAttention | None = None,
 ) -> Many:
-    """Whether a platform's kernel computes attention, of whole sequences or of positions split over ranks."""
+    """Whether a platform's kernel computes attention, for full sequences or split positions."""
     kernel = kernel_of(platform) if config.attention == "auto" else config.attention
     if kernel not in PLATFORMS or not _kernel_applies(
         config, kernel, length, compute, documents, attention is not None
@@ -282,7 +282,7 @@ def _kernel_applies(config: DecoderLike, kernel: str, length: int, compute: str,
 
 
 def _cuts(config: DecoderLike, degrees: Mapping[str, Many]) -> tuple[Many, Many]:
-    """Into how many parts what is inside a layer is split, and what is between them."""
+    """The number of parts into which tensors inside layers are split, and of those between layers."""
     own = layer_degrees(config, degrees)
     if config.split == "grid":
         return own["row"], 1
@@ -295,7 +295,7 @@ def _vocabulary_cut(config: DecoderLike, degrees: Mapping[str, Many]) -> Many:
 
 
 def compute_dtype(config: DecoderLike, compute: str | None) -> str:
-    """Name of the activations' dtype, where a policy asks for `compute`."""
+    """The name of the activations' dtype, given a policy's `compute`."""
     return jnp.dtype(compute or config.dtype or config.param_dtype).name
 
 
@@ -307,7 +307,7 @@ def compute_dtype(config: DecoderLike, compute: str | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device. The first two and the batch rest between steps; the others come and go.
+    """Bytes on one device. The first two and the batch persist between steps; the others exist within one.
 
     Each is a number for one plan, or an array for many candidates at once.
 
@@ -344,12 +344,12 @@ class Memory:
 
     @property
     def arguments(self) -> Many:
-        """What a compiled step takes: everything that rests, in device or host memory."""
+        """Bytes of a compiled step's arguments: all that persists, in device or host memory."""
         return self.parameters + self.optimizer + self.padding + self.batch
 
     @property
     def temporaries(self) -> Many:
-        """What a step needs more, at its fullest moment.
+        """Bytes that a step needs besides its arguments, at its peak.
 
         Gradients grow while activations go: the fullest moment is the beginning of the backward or its end. Those that add up
         over microbatches are there all the while, and so is what a loop over blocks makes of its own, or a pipeline's.
@@ -361,16 +361,16 @@ class Memory:
 
     @property
     def total(self) -> Many:
-        """Bytes on the device at the fullest moment."""
+        """Peak bytes on the device."""
         return self.arguments + self.temporaries - self.host
 
     def by_kind(self) -> dict[str, int]:
-        """Every kind that is not zero."""
+        """The bytes of every kind that is not zero."""
         return {f.name: size for f in fields(self) if f.name != "looped" and (size := getattr(self, f.name))}
 
 
 class Rests(NamedTuple):
-    """Bytes of parameters that rest on a rank: of all, of trained ones, and of the padding of both, which is in neither."""
+    """Bytes of stored parameters on a rank: of all, of trained ones, and of both's padding, which is counted apart."""
 
     parameters: Many
     trained: Many
@@ -379,7 +379,7 @@ class Rests(NamedTuple):
 
 
 def rests(weights: Weights, parts: ShardCounts) -> Rests:
-    """What of a model rests on a rank."""
+    """The stored parameters of a rank."""
     total = lambda own: sum(resting(group, parts) * own(group) for group in weights.groups)
     return Rests(
         total(lambda group: group.rest_bytes),
@@ -390,7 +390,7 @@ def rests(weights: Weights, parts: ShardCounts) -> Rests:
 
 
 def gradients(weights: Weights, parts: ShardCounts, run: Run) -> Many:
-    """Of what rests on a rank, at their fullest: what is reduced at the end of a step accumulates whole."""
+    """Peak bytes of stored gradients on a rank; those reduced at the end of a step are accumulated unsharded."""
     total = 0
     for group in weights.groups:
         if group.trained:
@@ -400,12 +400,12 @@ def gradients(weights: Weights, parts: ShardCounts, run: Run) -> Many:
 
 
 def left_out(weights: Weights, parts: ShardCounts) -> Many:
-    """What sums of gradients leave out of a rank's, and feed back: as large as all of its whole gradients."""
+    """Bytes of error-feedback residuals, as large as a rank's unsharded gradients."""
     return sum(resting(group, parts) * group.left_bytes * group.trained for group in weights.groups)
 
 
 def states(weights: Weights, parts: ShardCounts, run: Run, moments: int) -> dict[str, Many]:
-    """Parameters, optimizer, gradients and padding that one rank rests with."""
+    """Bytes of parameters, optimizer state, gradients and padding that one rank stores."""
     own, moments = rests(weights, parts), moments + run.copies
     return {
         "parameters": own.parameters,
@@ -423,7 +423,7 @@ def resting(group: Group, parts: ShardCounts) -> Many:
 
 
 def gathered(weights: Weights, parts: ShardCounts, run: Run) -> Many:
-    """Whole parameters beside the shards: all of them, or those of units that are read at their use and one's gradients."""
+    """Bytes of gathered parameters besides shards: all, or those of the units in use and one unit's gradients."""
     axis = next((group.sharded for group in weights.groups if group.sharded is not None), None)
     if axis is None:  # what is cast is whole beside what rests until the backward has read it
         return sum(
@@ -434,7 +434,7 @@ def gathered(weights: Weights, parts: ShardCounts, run: Run) -> Many:
 
 
 def read_by_stages(weights: Weights, parts: ShardCounts, chunks: Many, in_ticks: bool) -> Many:
-    """What a pipeline's rank reads beside what rests: all of its stages, or those that it is busy with and one's gradients.
+    """Bytes that a pipeline rank gathers besides shards: of all its stages, or those in use and one's gradients.
 
     Weights that are read as they rest are read where they are.
     """
@@ -447,13 +447,13 @@ def read_by_stages(weights: Weights, parts: ShardCounts, chunks: Many, in_ticks:
 
 
 def sums_of(weights: Weights, parts: ShardCounts) -> Many:
-    """Gradients of all that a pipeline's rank reads, before they are reduced."""
+    """Bytes of the gradients of all that a pipeline rank reads, before they are reduced."""
     groups = weights.groups
     return sum(parts.number(each.place, each.count) * each.sum_bytes * each.trained for each in groups)
 
 
 def whole_of_stages(reads: Many, sums: Many) -> Many:
-    """Of stages that are gathered in a pipeline's ticks: a forward's and a backward's are whole, and one's gradients."""
+    """Bytes of stages gathered in pipeline ticks: a forward's and a backward's parameters, and one's gradients."""
     return 2 * reads + sums
 
 
@@ -461,7 +461,7 @@ def memory(
     weights: Weights, ranks: Sequence[ShardCounts], run: Run, *, activations: Many, pipeline: Many, whole: Many, moments: int,
     batch: Many, offload: CPUOffload, sent: Many = 0, looped: Many = 0,
 ) -> Memory:  # fmt: skip
-    """Memory of the rank that holds most; a pipeline's ranks all allocate what the fullest needs.
+    """The memory of the rank that holds most; all pipeline ranks allocate what the fullest one needs.
 
     Args:
       weights: of the model.
@@ -484,13 +484,13 @@ def memory(
 
 
 def on_host(held: Mapping[str, Many], offload: CPUOffload) -> Many:
-    """Bytes of parameters, optimizer and gradients that rest in host memory."""
+    """Bytes of parameters, optimizer state and gradients stored in host memory."""
     away = {"parameters": offload.params, "optimizer": offload.optimizer, "gradients": offload.gradients}
     return sum(size * away.get(kind, False) for kind, size in held.items())
 
 
 def of_blocks(blocks: Many, block: BlockActivations) -> Many:
-    """Activations of a rank's blocks, and the head's or of a block that is recomputed and reads other ranks' positions.
+    """Activations of a rank's blocks, and of the head or of a recomputed block that reads other ranks' positions.
 
     Of what is sent to the host some trips' are back.
     """
@@ -499,7 +499,7 @@ def of_blocks(blocks: Many, block: BlockActivations) -> Many:
 
 
 def of_ticks(blocks: Many, ticks: TickCounts, block: BlockActivations, run: Run, grads: Many) -> tuple[Many, Many]:
-    """Slots of a pipeline, and what passes between ranks and through one tick.
+    """Activations in a pipeline's slots, and of what passes between ranks and through one tick.
 
     Stages are recomputed block by block, and of each block what enters it is kept; without recomputation a stage makes what is
     elementwise again as a whole, from what enters it. `grads`: what a stage's gradients take until the end of its backward.
@@ -511,7 +511,7 @@ def of_ticks(blocks: Many, ticks: TickCounts, block: BlockActivations, run: Run,
 
 
 def batch_bytes(rows: Many, positions: Many, documents: bool) -> Many:
-    """Tokens and targets of a rank's part of the batch, int32; of rows of several documents which is where, and places too."""
+    """Bytes of a rank's tokens and targets, int32; for packed documents also segment ids and positions."""
     return (4 if documents else 2) * 4 * rows * positions
 
 
@@ -522,7 +522,7 @@ def batch_bytes(rows: Many, positions: Many, documents: bool) -> Many:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a step is made of. What is a `Many` may be an array with an entry for every candidate.
+    """The inputs of a step's cost. A `Many` may be an array with an entry for every candidate.
 
     Attributes:
       model: a decoder's configuration, with its layers split as the mesh needs.
@@ -560,26 +560,28 @@ class Step:
 
     @property
     def experts(self) -> RoutedExperts | None:
-        """How tokens reach experts; None: the model has none."""
+        """How tokens reach experts; None if the model has none."""
         return RoutedExperts.of(self.model, self.degrees, self.tokens, self.platform)
 
     @property
     def tokens(self) -> Many:
-        """Of a rank's microbatch."""
+        """The number of tokens in a rank's microbatch."""
         return divided(self.rows, self.run.microbatches) * self.positions
 
     @property
     def positions(self) -> Many:
-        """Of a sequence on a rank."""
+        """The number of positions of a sequence on a rank."""
         return divided(self.length, math.prod(self.degrees[axis] for axis in splitting(self.run.roles, "positions")))
 
     @property
     def fullest(self) -> ShardCounts:
-        """What the rank has that reads most of its own, whose traffic is told; the first of several."""
+        """The blocks and ends of the pipeline rank that reads most of its own, whose traffic is reported; the first of
+        equals.
+        """
         chosen, *others = self.ranks
 
         def reads(parts: ShardCounts) -> Many:
-            """What both ends read lives on the first stage; the last has a copy, whose gradient it sends there."""
+            """Elements that a rank reads; what both ends read belongs to the first stage, and the last one has a copy."""
             own = lambda place, count: parts.number(place, count) * (parts.first if place == "both ends" else 1)
             return sum(own(each.place, each.count) * each.read for each in self.weights.groups)
 
@@ -591,7 +593,7 @@ class Step:
 
     @property
     def layers(self) -> Layers:
-        """Those of the fullest rank."""
+        """The layers of the fullest rank."""
         return Layers(
             config=self.model, degrees=self.degrees, tokens=self.tokens, length=self.length,
             dtype=self.model.dtype or self.weights.groups[0].read_dtype, parts=self.fullest, run=self.run,
@@ -600,7 +602,7 @@ class Step:
 
 
 def attention_work(step: Step) -> tuple[Many, Many, Many]:
-    """FLOPs of a token that attention leaves out as masks hide them, and those that it computes in blocks, not by a kernel.
+    """FLOPs per token that masked attention skips, and those that it computes in blocks without a kernel.
 
     The third are pairs of positions that kernels or blocks compute for a token, of all heads and blocks. Einsums leave nothing
     out; kernels and blocks do, tile by tile.
@@ -620,7 +622,7 @@ def attention_work(step: Step) -> tuple[Many, Many, Many]:
 
 
 def passes(step: Step) -> Many:
-    """Bytes that a rank reads and writes in a step between products, in as few passes as norms, activations and the loss allow.
+    """Bytes that a rank reads and writes between products in a step, with as few passes as norms, activations and loss allow.
 
     Per token of a block, forward and backward: a norm with the sum before it reads two arrays and writes two each way; an
     activation reads its products and writes one, and reads these and a gradient and writes theirs; queries, keys and values
@@ -646,7 +648,7 @@ def passes(step: Step) -> Many:
 
 
 def _activation_passes(config: DecoderLike, experts: bool, again: Many) -> Many:
-    """Numbers of a token that a block's activation reads and writes, and of its experts' rows on their way."""
+    """Elements per token that a block's activation, and its experts' rows on their way, read and write."""
     own, gates, inner, moved = config.experts, inward_products(config) == 2, config.mlp_size, 0
     if experts and own is not None:
         gates, inner = gated(config, own), own.top_k * (own.inner_size or config.mlp_size) + own.shared_size
@@ -656,7 +658,7 @@ def _activation_passes(config: DecoderLike, experts: bool, again: Many) -> Many:
 
 
 def attention_problems(step: Step) -> list[str]:
-    """Why the attention that a model names cannot run; nothing where it leaves the choice open."""
+    """Why the attention that a model names cannot run; empty if it leaves the choice open."""
     model, apart, asked = step.model, step.attention, step.model.attention
     if asked in ("auto", "blocks"):
         return []
@@ -678,7 +680,7 @@ def attention_problems(step: Step) -> list[str]:
 
 
 def flows(step: Step) -> Iterator[Flow]:
-    """Everything that the fullest rank sends: strategies, metrics and the norm, layers, attention, experts, ticks."""
+    """Yield everything that the fullest rank sends: strategies, metrics and norm, layers, attention, experts, ticks."""
     layers = step.layers
     yield from weight_flows(step.weights, layers.parts, step.run, step.degrees)
     yield from small_flows(step.weights, layers.parts, step.run, step.degrees, router_metrics(step.model))
@@ -692,7 +694,7 @@ def flows(step: Step) -> Iterator[Flow]:
 
 
 def held(step: Step, *, moments: int, offload: CPUOffload, in_ticks: bool) -> Memory:
-    """What the rank holds that holds most.
+    """The memory of the rank that holds most.
 
     Args:
       step: which.
@@ -723,7 +725,7 @@ def held(step: Step, *, moments: int, offload: CPUOffload, in_ticks: bool) -> Me
 
 
 def weights_of(model: DecoderLike, plan: Plan, degrees: Mapping[str, int]) -> Weights:
-    """A decoder's weights under a plan; the same object for plans that differ in how a step runs only.
+    """A decoder's weights under a plan; cached for plans that differ only in how a step runs.
 
     Args:
       model: its configuration.

@@ -1,4 +1,4 @@
-"""What papers and other libraries say that a plan costs, as exact formulas."""
+"""Costs of plans as papers and other libraries state them, as exact formulas."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -104,7 +104,7 @@ def _of_leaf(placement: Placement, layout: Layout, trained: bool) -> Fraction:
 def weight_traffic(
     plan: Plan, degrees: Mapping[str, int], size: int, split: Collection[str], dtype: Any, trained: bool
 ) -> Fraction:
-    """The same of one parameter, or of several that rest alike.
+    """Bytes per rank and update of one parameter's traffic on a ring, or of several that are sharded alike.
 
     What is frozen is gathered once: a backward that goes through it, as LoRA's, gathers it again, beside this minimum.
 

@@ -1,4 +1,4 @@
-"""Collectives read from a lowered or compiled program, and how well they agree with what was counted."""
+"""Reads collectives from lowered or compiled programs, and compares them with those counted on the trace."""
 
 import math
 import re
@@ -72,7 +72,7 @@ class CompiledCollective:
 
 
 def device_peak(compiled: Any) -> int:
-    """Bytes on one device at the program's fullest moment, as XLA:TPU plans it.
+    """Peak bytes on one device, as XLA:TPU plans the program.
 
     XLA counts what rests in host memory, before and after, as if it were on the device; and where the host's temporaries are
     larger than the device's, its peak is theirs. There it is what arguments, results and temporaries take.
@@ -144,7 +144,7 @@ def _walk(
 
 
 def _between_slices(send: str) -> tuple[str, int] | None:
-    """The kind of a collective of which an instruction sends this slice's part to the others, and how many slices there are."""
+    """The kind of a collective that sends this slice's part to other slices, and the number of slices; None for others."""
     if (found := _TRANSFER.search(send)) is None:
         return None
     kind, slices = found[2].lower(), 0
@@ -155,7 +155,7 @@ def _between_slices(send: str) -> tuple[str, int] | None:
 
 
 def result_of_start(kind: str, result: str) -> str:
-    """Of the type of an instruction that starts a collective the part that is its result.
+    """The result in the type of an instruction that starts a collective.
 
     Operands stand before it, and behind it what the hardware needs. An all-reduce's start has results alone.
 
@@ -237,7 +237,7 @@ def _launches(entries: Iterable[Collective]) -> Iterator[tuple[str, str, int, in
 
 
 def _copies(loops: Iterable[Loop]) -> Counter[bool]:
-    """How often a collective's text stands inside and outside loops once its enclosing loops are lowered."""
+    """How often a collective appears inside and outside of loops once its enclosing loops are lowered."""
     copies: Counter[bool] = Counter({False: 1})
     for loop in loops:
         inside, outside = _loop_copies(loop)
@@ -306,7 +306,7 @@ class _LoweredReader:
         yield from self._regions(self.functions["main"], ())
 
     def _regions(self, op: Any, path: _Path) -> Iterator[Collective]:
-        """The collectives inside an operation, one more step down the path if it is a loop or a conditional."""
+        """Yield the collectives inside an operation; loops and conditionals add a step to the path."""
         for index, region in enumerate(op.regions):
             inside = path
             if op.name == "stablehlo.while":
@@ -367,13 +367,13 @@ def _kind(op: Any) -> str:
 
 
 def _reduction(op: Any) -> str:
-    """What a reduction's region computes, or an empty string for anything but a sum, maximum or minimum."""
+    """What a reduction's region computes: a sum, maximum or minimum; else an empty string."""
     names = [inner.operation.name for inner in op.regions[0].blocks[0]]
     return next((_REDUCTIONS[name] for name in names if name in _REDUCTIONS), "")
 
 
 def _tensor(text: str) -> tuple[str, int]:
-    """Numpy's name and the number of elements of a `tensor<2x8xf32>`."""
+    """NumPy's dtype name and the number of elements of a `tensor<2x8xf32>`."""
     body = text.removeprefix("tensor<").removesuffix(">")
     dims = re.match(r"(?:\d+x)*", body)
     assert dims is not None
@@ -408,7 +408,7 @@ _STARTS, _ENDS = "async-collective-start", "async-collective-done"
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Collectives of one kind in a step.
+    """The collectives of one kind in a step, with their bytes.
 
     Attributes:
       kind: one of `wire.KINDS`, or one with `BETWEEN_SLICES`, or "all".
@@ -424,7 +424,7 @@ class Moved:
 
     @property
     def share(self) -> float:
-        """The part of the bytes that runs behind compute."""
+        """The share of the bytes that is sent while the device computes."""
         return self.hidden / self.size if self.size else 0.0
 
     def __str__(self) -> str:
@@ -439,7 +439,7 @@ class _Instruction(NamedTuple):
 
 
 def moved(program: Any, kinds: Sequence[str] = WIRE_KINDS) -> dict[str, Moved]:
-    """What a scheduled program moves, by kind, and under "all" the sum.
+    """What a scheduled program sends, by kind, with the sum under "all".
 
     A loop whose number of trips cannot be read counts once.
 
@@ -464,7 +464,7 @@ def moved(program: Any, kinds: Sequence[str] = WIRE_KINDS) -> dict[str, Moved]:
 
 
 def moved_table(found: Mapping[str, Moved]) -> str:
-    """The same as lines of text."""
+    """The result of `moved` as a text table."""
     rows = [[each.kind, f"{each.count:,}", f"{each.size / 2**20:,.1f}", f"{each.share:.0%}"] for each in found.values()]
     return aligned(["moved by the schedule", "executions", "MiB per chip", "behind compute"], rows, left=1)
 
@@ -478,7 +478,7 @@ class _ScheduleReader:
         self.works: dict[str, bool] = {}
 
     def walk(self, name: str, trips: int) -> Iterator[tuple[str, int, float, bool]]:
-        """(kind, trips, bytes, whether it is hidden) of every collective that runs."""
+        """Yield (kind, trips, bytes, whether hidden) of every collective that runs."""
         body = self._body(name)
         for i, each in enumerate(body):
             if each.op == "while":
@@ -499,7 +499,7 @@ class _ScheduleReader:
                     yield from self.walk(callee, trips)
 
     def _trips(self, loop: _Instruction) -> int:
-        """How often a loop runs: as the program says, or as its condition `i < n` does, of a scan's i from 0."""
+        """The number of a loop's trips: as the program tells it, or from its condition `i < n` with i from 0."""
         if known := _TRIPS.search(loop.rest):
             return int(known[1])
         condition = _CONDITION.search(loop.rest)
@@ -515,7 +515,7 @@ class _ScheduleReader:
         return int(read[0]) if len(read) == 1 and read[0].isdigit() else 1
 
     def _in_fusion(self, fusion: _Instruction) -> list[tuple[str, float]]:
-        """The collectives that a fusion starts or runs. Every carrier of a hidden one holds a copy, which does not count."""
+        """Yield the collectives that a fusion starts or runs; carriers of a hidden one hold copies, which do not count."""
         inner = [each for callee in callees(fusion.rest) for each in self._body(callee)]
         found = [(KINDS[each.op], each) for each in inner if each.op in KINDS]
         carried = lambda each: "chain_id=" in each.rest and not fusion.name.startswith(_STARTS)
@@ -525,7 +525,7 @@ class _ScheduleReader:
         return [(named(kind), _bytes(kind, each, named(kind))) for kind, each in found if not carried(each)]
 
     def _covered(self, body: Sequence[_Instruction], start: int) -> bool:
-        """Whether there is work between an instruction that starts something and the one that ends it."""
+        """Whether there is compute between the instruction that starts something and the one that ends it."""
         name = body[start].name
         for each in body[start + 1 :]:
             if _ends(each, name):
@@ -553,7 +553,7 @@ class _ScheduleReader:
 
 
 def _ends(each: _Instruction, start: str) -> bool:
-    """A done has the start's number in its own name, or reads it."""
+    """Whether an instruction ends what another started: it has the start's number in its name, or reads it."""
     if not (each.op.endswith("-done") or each.name.startswith(_ENDS)):
         return False
     same_number = each.name.startswith(_ENDS) and each.name.removeprefix(_ENDS) == start.removeprefix(_STARTS)
@@ -561,7 +561,7 @@ def _ends(each: _Instruction, start: str) -> bool:
 
 
 def _received(body: Sequence[_Instruction], send: int) -> int:
-    """Where the answer to what is sent between slices is begun to be waited for: it may stand before the sending."""
+    """Where the program starts to wait for the answer to a send between slices; this may precede the send."""
     rendezvous = _RENDEZVOUS.search(body[send].rest)
     for i, each in enumerate(body):
         other = _RENDEZVOUS.search(each.rest) if each.op == "recv" else None
@@ -571,13 +571,13 @@ def _received(body: Sequence[_Instruction], send: int) -> int:
 
 
 def _transferred(send: _Instruction, kind: str, slices: int) -> float:
-    """What one rank sends to those at its place in the other slices."""
+    """Bytes that one rank sends to the ranks at its place in the other slices."""
     size, kind = _array_bytes(*_ARRAY.findall(send.result)[0]), kind.removesuffix(BETWEEN_SLICES)
     return float(wire_elements(kind, size * slices if kind == "all_gather" else size, slices))
 
 
 def _bytes(kind: str, each: _Instruction, sent: str = "") -> float:
-    """What one rank sends in one execution."""
+    """Bytes that one rank sends in one execution."""
     result = result_of_start(kind, each.result) if each.op.endswith("-start") else each.result
     size, ranks = result_bytes(result), _group_size(each.rest)
     whole = size * ranks if kind == "reduce_scatter" else size
@@ -585,7 +585,7 @@ def _bytes(kind: str, each: _Instruction, sent: str = "") -> float:
 
 
 def _group_size(rest: str) -> int:
-    """How many ranks take part; two where the program does not say, as of a permute."""
+    """The number of ranks in a group; two if the program does not tell, as for a permute."""
     if match := _MESH.search(rest):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
         product = 1
@@ -610,7 +610,7 @@ _NAMED = re.compile(r"mesh\[(.*?)\]\s*\{(.*?)\}")
 
 @dataclass(frozen=True)
 class PartitionedTraffic:
-    """The collectives of one compiled step along the partitioner's axis.
+    """The collectives of one compiled step along the axis that XLA's partitioner splits.
 
     Attributes:
       axis: the mesh axis.
@@ -624,7 +624,7 @@ class PartitionedTraffic:
 
     @property
     def bytes(self) -> Amount:
-        """Bytes that one rank sends on a ring per step, what is in loops counted once."""
+        """Bytes that one rank sends on a ring per step, with loop bodies counted once."""
         sent = (_sent(kind, result, self.ranks) * count for (kind, result, _), count in self.entries.items())
         return exact(sum(sent))
 
@@ -677,17 +677,17 @@ def _groups(text: str) -> list[np.ndarray]:
 
 
 def _sent(kind: str, result: str, ranks: int) -> Amount:
-    """Bytes that one rank sends for a collective on a ring: a reduce-scatter's result is one part of what it takes."""
+    """Bytes that one rank sends for a collective on a ring, from its result; a reduce-scatter's is one part of its operand."""
     return wire_elements(kind, (ranks if kind == "reduce_scatter" else 1) * result_bytes(result), ranks)
 
 
 def result_bytes(result: str) -> int:
-    """Bytes of a result type as HLO writes it."""
+    """Bytes of a result type in HLO text."""
     return sum(_array_bytes(kind, dims) for kind, dims in _ARRAY.findall(result))
 
 
 def _array_bytes(kind: str, dims: str) -> int:
-    """Bytes of `kind[dims]`; elements of less than a byte take one."""
+    """Bytes of `kind[dims]`; elements smaller than a byte count as one."""
     bits = 8 if kind == "pred" else int(re.findall(r"\d+", kind)[0])
     return max(1, bits // 8) * math.prod(int(n) for n in dims.split(",") if n)
 
@@ -700,7 +700,7 @@ def _array_bytes(kind: str, dims: str) -> int:
 
 @dataclass(frozen=True)
 class PositionTraffic:
-    """The collectives of one compiled step along such an axis.
+    """The collectives of one compiled step along an axis that splits positions.
 
     Attributes:
       axis: the mesh axis.
@@ -717,7 +717,7 @@ class PositionTraffic:
     others: tuple[CompiledCollective, ...]
 
     def bytes(self, some: Collection[CompiledCollective]) -> Amount:
-        """Bytes that one rank sends for some of them on a ring per step, what is in loops counted once."""
+        """Bytes that one rank sends on a ring per step for some of the collectives, loop bodies counted once."""
         return exact(sum(_sent(each.kind, each.result, self.ranks) for each in some))
 
     def __str__(self) -> str:
@@ -731,7 +731,7 @@ class PositionTraffic:
 
 
 def place(collective: CompiledCollective) -> str:
-    """The operation that a collective comes from, and the scopes in which the model's code has it."""
+    """The operation that a collective comes from, with its innermost scopes in the model's code."""
     parts = [
         part for part in re.split(r"[/:]", collective.place) if part and not part.startswith(("jit(", "shard_map"))
     ]
@@ -741,7 +741,7 @@ def place(collective: CompiledCollective) -> str:
 def position_traffic(
     compiled: Any, degrees: Mapping[str, int], axis: str, *, scope: str, parameters: Collection[int]
 ) -> PositionTraffic:
-    """The collectives of a compiled step along one axis.
+    """Sort the collectives of a compiled step along one axis into attention, sums over parameters, and others.
 
     Args:
       compiled: optimized HLO, or what gives it.
@@ -761,7 +761,7 @@ def position_traffic(
 
 
 def _is_sum(collective: CompiledCollective, parameters: Collection[int], ranks: int) -> bool:
-    """Whether everything that a reduction adds up has as many elements as a parameter, or is at most a vector."""
+    """Whether a reduction only adds up arrays with as many elements as a parameter, or vectors at most."""
     if collective.kind not in ("all_reduce", "reduce_scatter"):
         return False
     factor = ranks if collective.kind == "reduce_scatter" else 1

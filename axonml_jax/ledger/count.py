@@ -1,4 +1,4 @@
-"""Collectives counted on a step's trace: entries, rows and their table."""
+"""Counts the collectives on a step's trace: entries, rows and their table."""
 
 import math
 import re
@@ -26,7 +26,7 @@ from axonml_jax.program.program import Equation, Program, no_calls, read_program
 
 
 class Call(NamedTuple):
-    """One communicating equation: everything of a `Collective` that does not depend on where it stands."""
+    """One communicating equation, without its place in the program."""
 
     kind: str
     op: str
@@ -38,7 +38,7 @@ class Call(NamedTuple):
 
 
 def read(op: Operation, axis_sizes: Mapping[str, int]) -> Call | None:
-    """What one equation communicates, or None when it is silent.
+    """What one equation communicates; None if nothing.
 
     Args:
       op: an equation without inner programs.
@@ -69,12 +69,12 @@ def read(op: Operation, axis_sizes: Mapping[str, int]) -> Call | None:
 
 
 def _group_size(groups: Any, axes_size: int) -> int:
-    """Ranks per group; of unequal groups the largest, whose ranks send most."""
+    """The number of ranks per group; of unequal groups the largest, whose ranks send most."""
     return max(map(len, groups)) if groups else axes_size
 
 
 def _physical(aval: Any) -> tuple[Any, int]:
-    """Element type and count as they travel: typed random keys travel as their words."""
+    """The dtype and number of elements as sent: typed random keys are sent as their words."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
     return aval.dtype, math.prod(aval.shape)
@@ -87,7 +87,7 @@ def _physical(aval: Any) -> tuple[Any, int]:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """One enclosing loop. `trips` is None when only the data decide (a while loop); `unroll` is `lax.scan`'s."""
+    """One enclosing loop. `trips` is None if it depends on data (a while loop); `unroll` is `lax.scan`'s."""
 
     trips: int | None = None
     unroll: int = 1
@@ -98,7 +98,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One branch of an enclosing `lax.cond` or `lax.switch`: number `index` of `of`, counted from 0 (prints from 1).
+    """One branch of an enclosing `lax.cond` or `lax.switch`: index `index` of `of`, counted from 0 (printed from 1).
 
     JAX stores a `lax.cond` as a switch on its condition, so the false branch comes first.
     """
@@ -112,7 +112,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One communicating call: what, over which axes, how much, how often.
+    """One communicating call: its kind, axes, size and number of executions.
 
     Attributes:
       kind: one of `wire.KINDS`.
@@ -150,12 +150,12 @@ class Collective:
 
     @property
     def leaves(self) -> int:
-        """Arrays communicated by one call: its launches in StableHLO."""
+        """The number of arrays in one call: its launches in StableHLO."""
         return len(self.leaf_elements)
 
     @property
     def elements(self) -> int:
-        """Elements of the full arrays, one execution."""
+        """The number of elements of the full arrays in one execution."""
         return sum(self.leaf_elements)
 
     @property
@@ -170,22 +170,22 @@ class Collective:
 
     @property
     def unbounded(self) -> bool:
-        """Whether it sits in a while loop, whose trip count no program text tells."""
+        """Whether it is in a while loop, whose trip count the program text does not tell."""
         return any(loop.trips is None for loop in self.loops)
 
     @property
     def executions(self) -> int:
-        """How often it runs in one step, if its branch is taken; an unknown trip count counts as one."""
+        """The number of executions in one step if its branch is taken; an unknown trip count counts as one."""
         return math.prod(1 if loop.trips is None else loop.trips for loop in self.loops)
 
     @property
     def count(self) -> int | None:
-        """How often it runs in one step, or None when a while loop decides."""
+        """The number of executions in one step, or None if a while loop decides it."""
         return None if self.unbounded else self.executions
 
     @property
     def where(self) -> str:
-        """The enclosing loops and branches as text, or in which steps alone it runs.
+        """The enclosing loops and branches as text, or the steps in which it runs.
 
         >>> path = (Loop(3), Branch(0, 2))
         >>> Collective(kind="permute", group_size=2, dtype="int8", itemsize=1, leaf_elements=(8,), path=path).where
@@ -195,7 +195,7 @@ class Collective:
 
     @property
     def wire_bytes(self) -> Amount:
-        """Bytes one rank sends for one execution (ring), padding included."""
+        """Bytes that one rank sends for one execution (ring), padding included."""
         return exact(self.itemsize * wire_elements(self.kind, self.elements, self.group_size))
 
     @property
@@ -205,7 +205,7 @@ class Collective:
 
     @property
     def step_wire_bytes(self) -> Amount:
-        """Bytes one rank sends for it in one step (one trip of every while loop), on average over `every` steps."""
+        """Bytes that one rank sends in one step (one trip of each while loop), averaged over `every` steps."""
         return exact(Fraction(self.wire_bytes * self.executions, self.every))
 
     def __str__(self) -> str:
@@ -226,7 +226,7 @@ PADDING = "padding"
 
 
 def label_of(scope: str, kind: str) -> tuple[str, int]:
-    """The innermost `axonml.<label>` of a name stack, and how many elements under it are padding.
+    """The innermost `axonml.<label>` in a name stack, and the number of padding elements under it.
 
     A scope around one flat buffer may say so: `axonml.gradients.pad12` ends in twelve zeros.
 
@@ -258,7 +258,7 @@ def label_of(scope: str, kind: str) -> tuple[str, int]:
 
 
 def period_of(scope: str) -> int:
-    """In how many steps what a name stack is around runs once: `axonml.gradients.every10` says that the last of ten runs it.
+    """The period in steps of what a name stack encloses: `axonml.gradients.every10` runs in the last of ten.
 
     >>> period_of("jit(step)/axonml.gradients.every10/psum"), period_of("axonml.norm")
     (10, 1)
@@ -298,7 +298,7 @@ class PrintedTable:
 
 
 def number(amount: Amount) -> str:
-    """Thousands separated; a fraction with one decimal.
+    """Format a number with thousands separators; a fraction with one decimal.
 
     >>> from fractions import Fraction
     >>> number(1234567), number(Fraction(10, 3))
@@ -308,7 +308,7 @@ def number(amount: Amount) -> str:
 
 
 def axes_table(sent: Mapping[str, Amount], total: Amount, name: str = "total") -> PrintedTable:
-    """What one rank sends over which mesh axes."""
+    """A table of the bytes that one rank sends over each set of mesh axes."""
     rows = [[axes, number(amount)] for axes, amount in sent.items()]
     shares = [float(amount / total) if total else 0.0 for amount in sent.values()]
     return PrintedTable(["axes", "bytes/rank"], [*rows, [name, number(total)]], left=1, shares=[*shares, 0.0])
@@ -321,7 +321,7 @@ def axes_table(sent: Mapping[str, Amount], total: Amount, name: str = "total") -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficRow:
-    """Collectives of one label, kind, axes, dtype and place, over one step.
+    """The collectives of one label, kind, axes, dtype and place in one step.
 
     Attributes:
       label: what they move (`label.label_of`); `padding` for the padded part of buffers that say so.
@@ -365,7 +365,7 @@ def traffic_rows(entries: Iterable[Collective]) -> tuple[TrafficRow, ...]:
 
 
 def _rows_of(entry: Collective) -> list[TrafficRow]:
-    """One row, or two when part of the buffer is padding; the padding has no launch of its own."""
+    """One row, or two if part of the buffer is padding, which has no launch of its own."""
     times = entry.executions
     row = TrafficRow(
         label=entry.label,
@@ -439,7 +439,7 @@ def trace(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the walk stands: what encloses the equations it reads."""
+    """What encloses the equations that are read."""
 
     axis_sizes: dict[str, int] = field(default_factory=dict)
     path: tuple[Loop | Branch, ...] = ()
@@ -451,7 +451,7 @@ class _Place:
 
 
 def _walk(program: Program, place: _Place) -> Iterator[Collective]:
-    """The collectives of one program, joining the leaves of each call."""
+    """Yield the collectives of one program, with the leaves of each call combined."""
     run = _Run(place)
     for equation in program.equations:
         inner = bool(equation.op.bodies)
@@ -467,7 +467,7 @@ def _walk(program: Program, place: _Place) -> Iterator[Collective]:
 
 
 def _descend(equation: Equation, place: _Place) -> Iterator[Collective]:
-    """The collectives of an equation's inner programs (jit, checkpoint, custom derivatives: simply those)."""
+    """Yield the collectives of an equation's inner programs."""
     op = equation.op
     if equation.branches:
         yield from _branches(equation.branches, place)
@@ -483,7 +483,7 @@ def _descend(equation: Equation, place: _Place) -> Iterator[Collective]:
 
 
 def _enter_shard_map(mapped: Mapped, place: _Place) -> _Place:
-    """Bind the mesh: its manual axes have sizes, the others of more than one rank are the partitioner's."""
+    """Bind the mesh: manual axes get sizes, other axes with several ranks are the partitioner's."""
     sizes, manual = mapped.axis_sizes, mapped.manual | set(place.axis_sizes)
     automatic = tuple(axis for axis, size in sizes.items() if axis not in manual and size > 1)
     bound = {axis: size for axis, size in sizes.items() if axis in manual}
@@ -491,7 +491,7 @@ def _enter_shard_map(mapped: Mapped, place: _Place) -> _Place:
 
 
 def _branches(branches: Sequence[Program], place: _Place) -> Iterator[Collective]:
-    """Every branch of a conditional; those that another branch outweighs are not counted."""
+    """Yield the collectives of all branches; those in branches that another outweighs are not counted."""
     each = [list(_walk(branch, place.inside(Branch(index, len(branches))))) for index, branch in enumerate(branches)]
     weights = [sum(entry.step_wire_bytes for entry in entries if entry.counted) for entries in each]
     heaviest = weights.index(max(weights))
@@ -500,12 +500,12 @@ def _branches(branches: Sequence[Program], place: _Place) -> Iterator[Collective
 
 
 def _scope(place: _Place, equation: Equation) -> str:
-    """The whole name stack: an inner program's equations name only their own part."""
+    """The full name stack: an inner program's equations name only their part."""
     return "/".join(part for part in (place.scope, str(equation.op.scopes)) if part)
 
 
 class _Run:
-    """Neighbouring equations that one call on a tree was bound to."""
+    """Consecutive equations that came from one call on a tree."""
 
     def __init__(self, place: _Place) -> None:
         self.place = place
@@ -515,7 +515,7 @@ class _Run:
         self.scope = ""
 
     def continues(self, equation: Equation, call: Call) -> bool:
-        """Same source position, collective and scope as the run's, and independent of its results."""
+        """Whether an equation has the run's source position, collective and scope, and is independent of its results."""
         return self.key == self._key(equation, call) and self.outputs.isdisjoint(equation.read)
 
     def add(self, equation: Equation, call: Call) -> None:
@@ -524,7 +524,7 @@ class _Run:
         self.outputs.update(equation.outputs)
 
     def flush(self) -> Iterator[Collective]:
-        """The run as one `Collective` per dtype."""
+        """Yield the run as one `Collective` per dtype."""
         for dtype in dict.fromkeys(call.dtype for call in self.calls):
             yield self._collective([call for call in self.calls if call.dtype == dtype])
         self.calls, self.key, self.outputs = [], None, set()

@@ -1,4 +1,4 @@
-"""Memory of devices: what they have, what a plan takes, what is refused before it is allocated."""
+"""Memory of devices: what they have, what a plan needs, and checks of compiled steps."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from axonml_jax.strategies.strategy import LeftToXLA, units
 
 
 def accepting(placement: Placement, mesh: Mesh) -> Callable[[Any], None] | None:
-    """What refuses a compiled step that would hang or sends more than the plan's strategies allow; None where none is asked."""
+    """A check that raises for a compiled step that would hang, or sends more than strategies allow; None if none is needed."""
     asked = [each for each in (would_hang(placement, mesh), over_budget(placement)) if each is not None]
 
     def accept(compiled: Any) -> None:
@@ -39,7 +39,7 @@ def accepting(placement: Placement, mesh: Mesh) -> Callable[[Any], None] | None:
 
 
 def would_hang(placement: Placement, mesh: Mesh) -> Callable[[Any], None] | None:
-    """What refuses a compiled program in which devices would wait for others for ever; None where none can be.
+    """A check that raises for a compiled program whose devices would wait for others for ever; None if none can.
 
     A pipeline's stages are branches, which ranks of other stages do not take. XLA:CPU's permutes wait for all devices, whatever
     pairs they have, and the partitioner makes some where code shifts positions.
@@ -67,7 +67,7 @@ def would_hang(placement: Placement, mesh: Mesh) -> Callable[[Any], None] | None
 
 
 def over_budget(placement: Placement) -> Callable[[Any], None] | None:
-    """What refuses a compiled step that sends more than the plan's strategies allow; None where none is asked.
+    """A check that raises for a compiled step that sends more than the plan's strategies allow; None without a limit.
 
     Raises:
       ValueError: from the function returned; it lists every operation that sends, with its bytes, and the remedies.
@@ -92,7 +92,7 @@ def over_budget(placement: Placement) -> Callable[[Any], None] | None:
 
 
 def traffic_along(placement: Placement, compiled: Any, axis: str) -> PositionTraffic:
-    """What a compiled step sends along an axis that is left to the partitioner."""
+    """The traffic of a compiled step along an axis that is left to the partitioner."""
     leaves = jax.tree.leaves((placement.params, placement.frozen), is_leaf=is_layout)
     shapes = [read_shape(placement, layout) for layout in leaves]
     sizes = {math.prod(shape) for shape in shapes} | {math.prod(shape[1:]) for shape in shapes if shape}
@@ -153,18 +153,18 @@ class FSDPMemoryStats:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes on the device at the fullest moment of a step."""
+        """Peak bytes on the device in a step."""
         fullest = max(self.grad_bytes + self.gathered_bytes, self.joining_bytes)
         return self.param_bytes + self.optim_bytes + fullest - self.host_bytes
 
     @property
     def total_memory_mb(self) -> float:
-        """`total_bytes` in MB of 2**20 bytes."""
+        """`total_bytes` in MiB."""
         return self.total_bytes / MIB
 
     @property
     def memory_savings(self) -> float:
-        """The part of DDP's bytes that is saved, from 0 to 1 (negative when gathering costs more than sharding saves)."""
+        """The share of DDP's bytes that is saved, from 0 to 1 (negative if gathering costs more than sharding saves)."""
         return 1 - self.total_bytes / self.replicated_bytes if self.replicated_bytes else 0.0
 
     def __str__(self) -> str:
@@ -199,7 +199,7 @@ class MemoryStats:
 
 
 def estimate(placement: Placement, moments: int, model: Functional) -> FSDPMemoryStats:
-    """See `FSDP.memory_estimate`."""
+    """Implements `FSDP.memory_estimate`."""
     if placement.stages is not None:  # a device holds the stages of one rank, padded to the fullest one's
         return _of_stages(placement, moments)
     plan, placed = placement.plan, placed_leaves(placement, _units(placement, model))
@@ -217,7 +217,7 @@ def estimate(placement: Placement, moments: int, model: Functional) -> FSDPMemor
 
 
 def _whole(placed: Sequence[Placed], moments: int) -> dict[str, int]:
-    """The size of a model, and what it would need where every rank holds all of it."""
+    """The size of a model, and the bytes that every rank would need without sharding."""
     size = lambda each: each.layout.size * each.rest_dtype.itemsize
     trained = sum(size(each) for each in placed if each.weight.trained)
     return {
@@ -227,7 +227,7 @@ def _whole(placed: Sequence[Placed], moments: int) -> dict[str, int]:
 
 
 def _units(placement: Placement, model: Functional) -> dict[int, str]:
-    """The unit of every parameter where units are gathered at their use; those outside are gathered together."""
+    """The unit of every parameter if units are gathered at their use; parameters outside of units are gathered together."""
     if not placement.at_use:
         return {}
     names = [*named_leaves(placement.params), *named_leaves(placement.frozen)]
@@ -237,7 +237,7 @@ def _units(placement: Placement, model: Functional) -> dict[int, str]:
 
 
 def _of_stages(placement: Placement, moments: int) -> FSDPMemoryStats:
-    """The same along a pipeline, where what rests are buffers of the fullest rank."""
+    """The estimate for a pipeline, whose ranks store buffers sized for the fullest one."""
     stages, plan, placed = placement.stages, placement.plan, placed_leaves(placement)
     assert stages is not None
     accumulate = plan.precision.accumulate_dtype
@@ -270,7 +270,7 @@ def _most(sizes: Sequence[int], places: Sequence[int]) -> int:
 
 
 def measure(mesh: Mesh, trainer: Any) -> MemoryStats:
-    """See `FSDP.memory_stats`."""
+    """Implements `FSDP.memory_stats`."""
     devices = mesh.local_devices
     live = dict.fromkeys(devices, 0)
     for array in jax.live_arrays():

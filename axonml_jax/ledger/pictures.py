@@ -1,4 +1,4 @@
-"""Pictures (the `plots` extra): predictions, memory against work done twice, estimates of memory side by side.
+"""Pictures (the `plots` extra): predictions, memory against recomputation, estimates of memory side by side.
 
 What is drawn of a `Prediction` (`predict.py`, which imports this) is its memory, traffic, curve and headline.
 """
@@ -13,7 +13,7 @@ from axonml_jax.ledger.memory import MIB, FSDPMemoryStats
 
 
 class Kept(NamedTuple):
-    """A point of the curve of memory against work.
+    """A point of the curve of memory against recomputation.
 
     Attributes:
       memory: bytes of a device, at the fullest moment.
@@ -34,7 +34,7 @@ _FAR = 8  # a budget so many times the need would flatten the bar
 
 
 def draw(prediction: Any, path: str | Path, *, model: str = "", budget: float | None = None) -> None:
-    """Draw a stack of memory by kind and the traffic of every axis, forward and backward apart.
+    """Draw a stack of memory by kind, and the traffic of every axis, forward and backward separately.
 
     Args:
       prediction: a `Prediction`.
@@ -52,12 +52,12 @@ def draw(prediction: Any, path: str | Path, *, model: str = "", budget: float | 
 
 
 def save(figure: Any, path: str | Path) -> None:
-    """Write a figure; an SVG without the date, so that the same picture is the same file."""
+    """Write a figure; an SVG without its date, so that equal pictures are equal files."""
     figure.savefig(path, metadata={"Date": None} if Path(path).suffix == ".svg" else None)
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure of so many inches.
+    """An empty figure of this size in inches.
 
     Raises:
       ModuleNotFoundError: without matplotlib, which the `plots` extra installs.
@@ -76,12 +76,12 @@ def put_title(figure: Any, prediction: Any, model: str) -> None:
 
 
 def height(prediction: Any) -> float:
-    """Inches that the panels take."""
+    """The height in inches that the panels need."""
     return 4.2 + 3.2 * (len(prediction.curve) > 1)
 
 
 def panels(figure: Any, prediction: Any, budget: float | None = None) -> None:
-    """Draw memory and, where something is sent, traffic side by side, and below them what blocks may keep.
+    """Draw memory and traffic (if any) side by side, and below them what blocks may keep.
 
     Args:
       figure: to draw on, or a part of one.
@@ -102,7 +102,7 @@ def panels(figure: Any, prediction: Any, budget: float | None = None) -> None:
 
 
 def sent_by_axes(prediction: Any) -> dict[str, dict[str, float]]:
-    """Bytes on the wire by mesh axes, then by when they travel."""
+    """Bytes sent by mesh axes, then by when they are sent."""
     found: dict[str, dict[str, float]] = {}
     for flow in prediction.traffic:
         sent = found.setdefault(",".join(flow.axes), {})
@@ -111,7 +111,7 @@ def sent_by_axes(prediction: Any) -> dict[str, dict[str, float]]:
 
 
 def _memory(axes: Any, prediction: Any, budget: float | None) -> None:
-    """What rests, then what the fullest moment adds; kinds may have their largest moments at different times."""
+    """Draw what persists, then what the peak adds; kinds may peak at different times."""
     held = prediction.memory
     kinds = {name: size for name, size in held.by_kind().items() if size and name not in ("host", "kept_on_host")}
     top = max(sum(kinds.values()), held.total)
@@ -134,7 +134,7 @@ def _memory(axes: Any, prediction: Any, budget: float | None) -> None:
 
 
 def _traffic(axes: Any, prediction: Any) -> None:
-    """Bytes on the wire by axis, stacked by when they travel, with each axis's total in words: some are too small to see."""
+    """Draw the bytes sent by axis, stacked by when they are sent, with each axis's total in words."""
     found = sent_by_axes(prediction)
     names, totals = list(found), [sum(sent.values()) for sent in found.values()]
     unit, size_of = _unit(max(totals))
@@ -156,7 +156,7 @@ def _unit(size: float) -> tuple[str, int]:
 
 
 def draw_curve(axes: Any, points: Sequence[Kept], here: Kept, unit: str, budget: float | None = None) -> None:
-    """Draw what may be kept: bytes of a device against the work that is done twice.
+    """Draw the bytes of a device against the recomputation, for each choice of what is kept.
 
     Args:
       axes: of matplotlib.
@@ -193,7 +193,7 @@ _COLORS = {"parameters": "#4c72b0", "gradients": "#dd8452", "optimizer": "#55a86
 def plot_memory(
     stats: Mapping[str, FSDPMemoryStats], path: str | Path, *, title: str | None = None, budget: float | None = None
 ) -> None:
-    """Draw estimates side by side, a bar for each: what a device holds by kind, and what rests on the host below zero.
+    """Draw estimates side by side, one bar each: a device's memory by kind, with host memory below zero.
 
     Args:
       stats: estimates (`fsdp.memory_estimate()`) by name, such as that of the strategy.

@@ -1,4 +1,4 @@
-"""Hardware in numbers, assumptions, and goodput: failures, recovery, how often to save."""
+"""Hardware figures, assumptions, and goodput: failures, recovery, how often to save."""
 
 import math
 from dataclasses import asdict, dataclass, field, replace
@@ -21,7 +21,7 @@ _CLOUD = "Google Cloud TPU documentation, system architecture pages"
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One kind of accelerator and how its devices are joined.
+    """One kind of accelerator and the links between its devices.
 
     Attributes:
       name: what it is called.
@@ -88,7 +88,7 @@ class Hardware:
         return either(ranks * inner <= self.island, link, across)
 
     def in_slices(self, devices: int, slices: int) -> "Hardware":
-        """The same chips in so many slices, of one size each, which the data-center network joins.
+        """The same chips divided into slices of equal size, which the data-center network connects.
 
         >>> HARDWARE["v5p"].in_slices(2048, 4).island
         512
@@ -115,7 +115,7 @@ class Hardware:
         return replace(self, island=devices // slices)
 
     def idle(self, bubble: Many) -> Many:
-        """What is left of a pipeline's bubble where devices that wait leave their cores to the others.
+        """The part of a pipeline's bubble that remains if waiting devices leave their cores to the others.
 
         >>> import dataclasses
         >>> [dataclasses.replace(HARDWARE["v5p"], alone=alone).idle(1.5) for alone in (1.0, 2.0, 4.0)]
@@ -127,7 +127,7 @@ class Hardware:
         return most(0.0, (1 + bubble) / self.alone - 1)
 
     def delay(self, ranks: Many, inner: Many) -> Many:
-        """Seconds that one collective along a mesh axis takes however little it sends; it grows with log2 of its ranks."""
+        """Seconds that one collective along a mesh axis takes at least; grows with log2 of its ranks."""
         hops = most(1.0, np.log2(ranks) if varies(ranks) else math.log2(ranks))  # trees, or rings over a torus's dims
         return hops * either(ranks * inner <= self.island, self.latency, self.cross_latency)
 
@@ -207,7 +207,7 @@ HARDWARE: dict[str, Hardware] = {
 
 
 def hardware(name: "str | Hardware") -> Hardware:
-    """Hardware by its name.
+    """Look up hardware by its name.
 
     >>> hardware("v5p").flops
     459000000000000.0
@@ -232,7 +232,7 @@ def hardware(name: "str | Hardware") -> Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """One way of recovery. Times are seconds, sizes bytes of one device, bandwidths bytes per second of one device.
+    """One way of recovery. Times are in seconds, sizes in bytes of one device, bandwidths in bytes per second of one device.
 
     Copies of the state are made as the training goes on: a copy stops it for `blocked` seconds and can be returned to
     `commit` seconds after it began. A failure before that goes back to the copy before.
@@ -276,19 +276,19 @@ class Recovery:
 
     @property
     def commit(self) -> float:
-        """Seconds from the beginning of a copy until it can be returned to."""
+        """Seconds from the start of a copy until the job can return to it."""
         return self.blocked + self.size / self.write
 
     @property
     def pause(self) -> float:
-        """Seconds from a failure until the training goes on."""
+        """Seconds from a failure until training continues."""
         if self.shrinks:
             return self.notice + self.compile
         return self.notice + self.replace + self.start + self.compile + self.restore
 
     @property
     def growing(self) -> float:
-        """Seconds for which everybody waits when a replica joins again."""
+        """Seconds for which all replicas wait when one joins again."""
         return self.start + self.compile + self.restore if self.shrinks else 0.0
 
 
@@ -299,7 +299,7 @@ class Recovery:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureRate:
-    """How often the devices of one cluster interrupt a job.
+    """How often the devices of one cluster interrupted a job.
 
     Attributes:
       name: what it is called.
@@ -317,7 +317,7 @@ class FailureRate:
 
     @property
     def per_device_hour(self) -> float:
-        """Interruptions of a job for each of its devices and each hour."""
+        """Interruptions of a job per device and hour."""
         return self.events / self.device_hours
 
 
@@ -355,7 +355,7 @@ FAILURE_RATES: dict[str, FailureRate] = {
 
 
 def failure_rate(given: "str | float") -> float:
-    """Interruptions per device-hour, by the name of a published cluster or as a number.
+    """Interruptions per device-hour, from the name of a published cluster, or a number.
 
     >>> f"{failure_rate('llama3'):.2e}"
     '1.97e-05'
@@ -404,7 +404,7 @@ _NO_SHARES = ("host_bandwidth", "imbalance")
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """Assumptions of the time that a plan takes.
+    """Assumptions about the time that a plan takes.
 
     By `efficiency` and `passes` MaxText's published steps of dense models and of Mixtral on TPUs are priced within 11%
     (`benchmarks/peers/published_mfu.py`); `passes` is an H200's.
@@ -437,7 +437,7 @@ class Assumptions:
 
     @classmethod
     def on(cls, hardware: Hardware, efficiency: float | None = None, **given: Any) -> "Assumptions":
-        """The defaults, but for what is given, with the hardware's link to its host and the shares that were measured of it.
+        """The defaults for hardware, with its measured shares and host link; arguments override them.
 
         On CPUs nothing overlaps: XLA:CPU begins no collective before it needs the result.
         """
@@ -479,7 +479,7 @@ WEEK = 7 * 24 * HOUR
 
 
 def expected_goodput(way: Recovery, *, rate: float, interval: float, replicas: int = 1) -> float:
-    """Training kept over wall time, in the long run.
+    """Expected long-run share of wall time in which training that is kept is done.
 
     Of replicas that go on without the failed one each is there for 1 / (1 + rate / replicas * replace) of the time, and fails
     and joins again equally often, so that all wait for (exp(rate * growing) - 1) of the time for one to join. What is lost of
@@ -535,7 +535,7 @@ def daly_interval(blocked: float, mtbf: float) -> float:
 
 
 def best_steps(way: Recovery, *, rate: float, step: float, most: int) -> int:
-    """Steps between two copies that make the expected goodput largest.
+    """The number of steps between two copies with the largest expected goodput.
 
     Daly's interval, or the shortest in which a copy is done before the next if that is longer, in whole steps.
 
@@ -566,7 +566,7 @@ def best_steps(way: Recovery, *, rate: float, step: float, most: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveAssumptions:
-    """What is assumed of failures, and of a job that is started again from its checkpoint.
+    """Assumptions about failures, and about a job that restarts from its checkpoint.
 
     Attributes:
       failures_per_device_hour: interruptions of the job for each of its devices and each hour; by default those of Llama 3's
@@ -596,7 +596,7 @@ class SaveAssumptions:
             )
 
     def rate(self, num_devices: int) -> float:
-        """Failures of a job per second.
+        """Failures of the job per second.
 
         Args:
           num_devices: of the job.
@@ -607,7 +607,7 @@ class SaveAssumptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveAdvice:
-    """How often to save.
+    """Advice how often to save.
 
     Attributes:
       steps: of training between two checkpoints.
@@ -632,7 +632,7 @@ class SaveAdvice:
     assumed: SaveAssumptions
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values; without failures `mtbf` is None."""
+        """The advice as plain values; `mtbf` is None without failures."""
         return asdict(self) | {"mtbf": self.mtbf if self.mtbf != float("inf") else None}
 
     def __str__(self) -> str:
@@ -653,7 +653,7 @@ class SaveAdvice:
 def advise(
     size: float, step: float, num_devices: int, host_bandwidth: float, assumed: SaveAssumptions | None = None
 ) -> SaveAdvice:
-    """How often a job should save that is started again from its checkpoint after each failure.
+    """How often to save a job that restarts from its checkpoint after each failure.
 
     A save stops the training while the state is copied to the host, is written behind its back, and the next one waits for it
     (`ax.CheckpointManager`). Of state that several devices hold each is taken to write all: an upper bound.

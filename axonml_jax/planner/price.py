@@ -1,4 +1,4 @@
-"""The price of a plan: phases of a step on a line of time."""
+"""The price of a plan: the phases of a step on a timeline."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,61 +33,61 @@ START, FORWARD, BACKWARD, TICKS, END = "start", "forward", "backward", "ticks", 
 
 
 class Predicted(Protocol):
-    """What is asked of a step that is priced: a `Prediction`, or arrays of many candidates (see `planner/search.py`)."""
+    """Protocol of a step to price: a `Prediction`, or arrays of many candidates (see `planner/search.py`)."""
 
     @property
     def degrees(self) -> Mapping[str, Many]:
-        """Of the mesh."""
+        """The mesh's degrees."""
         ...
 
     @property
     def pipelined(self) -> bool:
-        """Whether stages lie along a pipeline."""
+        """Whether the step is a pipeline of stages."""
         ...
 
     @property
     def microbatches(self) -> Many:
-        """Of one update."""
+        """The number of microbatches in one update."""
         ...
 
     @property
     def tokens(self) -> int:
-        """Of one update."""
+        """The number of tokens in one update."""
         ...
 
     @property
     def flops_per_token(self) -> int:
-        """Of forward and backward."""
+        """FLOPs per token, forward and backward."""
         ...
 
     @property
     def layers(self) -> int:
-        """Blocks of the model."""
+        """The number of blocks of the model."""
         ...
 
     @property
     def recomputed_flops_per_token(self) -> Many:
-        """What recomputation adds."""
+        """FLOPs per token that recomputation adds."""
         ...
 
     @property
     def masked_flops_per_token(self) -> Many:
-        """Of forward and backward, what attention leaves out, as masks hide it."""
+        """FLOPs per token, forward and backward, that masked attention skips."""
         ...
 
     @property
     def attention_again(self) -> Many:
-        """How often attention's forward is computed again."""
+        """How often attention's forward is recomputed."""
         ...
 
     @property
     def blockwise_flops_per_token(self) -> Many:
-        """Of forward and backward, those of attention in blocks that XLA computes."""
+        """FLOPs per token, forward and backward, of attention in blocks that XLA computes."""
         ...
 
     @property
     def pairs_per_token(self) -> Many:
-        """Pairs of positions that a kernel of attention computes, or blocks (see `cost.memory.attention_work`)."""
+        """Pairs of positions that an attention kernel, or blocks, compute (see `cost.memory.attention_work`)."""
         ...
 
     @property
@@ -97,27 +97,27 @@ class Predicted(Protocol):
 
     @property
     def expert_flops_per_token(self) -> Many:
-        """Of all those, of experts."""
+        """FLOPs per token of experts, included in the others."""
         ...
 
     @property
     def expert_padding(self) -> Many:
-        """Rows that these multiply on a rank, over those of its share of tokens; 0: as many as others send."""
+        """Rows that experts multiply on a rank over its share of tokens; 0: as many as others send."""
         ...
 
     @property
     def causal_balance(self) -> Many:
-        """What the busiest rank computes of it, over the mean."""
+        """The causal attention work of the busiest rank over the mean."""
         ...
 
     @property
     def traffic(self) -> Sequence[Flow]:
-        """What is sent."""
+        """The flows that a rank sends."""
         ...
 
     @property
     def memory(self) -> Memory:
-        """What is held."""
+        """The memory of the fullest rank."""
         ...
 
     @property
@@ -128,7 +128,7 @@ class Predicted(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """One flow while a phase runs once.
+    """One flow in one run of a phase.
 
     Attributes:
       axes: mesh axes, joined by commas.
@@ -146,7 +146,7 @@ class Sending:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A stretch of a step.
+    """A part of a step that runs once or several times.
 
     Attributes:
       name: forward, backward or end; of a pipeline start, ticks (all of them) or end.
@@ -166,11 +166,11 @@ class Phase:
 
     @property
     def exposed(self) -> Many:
-        """Seconds of all runs that nothing hides."""
+        """Seconds of communication in all runs that compute does not hide."""
         return (self.times - 1) * self.waits(self.every) + self.waits((*self.every, *self.once))
 
     def waits(self, sent: tuple[Sending, ...]) -> Many:
-        """Seconds that one run takes longer for sending this."""
+        """Seconds by which communication lengthens one run."""
         given = self.assumptions
         weights, layers, passing = (
             sum(each.seconds for each in sent if each.kind == kind) for kind in ("weights", "layers", "passing")
@@ -230,7 +230,7 @@ def phases(found: Predicted, hardware: Hardware, given: Assumptions) -> tuple[Ph
 
 
 def _place(flow: Flow) -> int:
-    """Parameters are sent before what is computed with them, gradients after it."""
+    """Sort key of a flow: parameters are sent before the computation, gradients after it."""
     return {PARAMETERS: 0, GRADIENTS: 2}.get(flow.label, 1)
 
 
@@ -249,7 +249,7 @@ def _kind(flow: Flow) -> str:
 
 
 def network_by_axes(run: tuple[Phase, ...]) -> dict[str, Many]:
-    """Seconds on the network by mesh axes, hidden or not."""
+    """Seconds of network time by mesh axes, hidden or not."""
     found: dict[str, Many] = {}
     for times, each in _sendings(run):
         found[each.axes] = found.get(each.axes, 0.0) + times * each.seconds
@@ -263,7 +263,7 @@ def _sendings(run: tuple[Phase, ...]) -> Iterator[tuple[Many, Sending]]:
 
 
 def flow_seconds(flow: Flow, degrees: Mapping[str, Many], hardware: Hardware) -> Many:
-    """Seconds that a flow keeps the network busy in a step, on its slowest axis."""
+    """Seconds in a step for which a flow keeps its slowest axis's network busy."""
     inner = inner_product(degrees, flow.axes) * flow.apart
     arrays = flow.launches
     if flow.label in (GRADIENTS, PARAMETERS) and hardware.platform != "cpu":  # XLA joins neighbours, but not on CPUs
@@ -280,7 +280,7 @@ def flow_seconds(flow: Flow, degrees: Mapping[str, Many], hardware: Hardware) ->
 
 
 def inner_product(degrees: Mapping[str, Many], axes: Sequence[str]) -> Many:
-    """Product of the degrees of the other axes inside the outermost of some: how far apart a group of ranks over these lies.
+    """The product of the degrees of axes inside the outermost of `axes`: the distance between neighbours in a group.
 
     >>> inner_product({"data": 2, "fsdp": 4, "context": 8, "tensor": 2}, ("fsdp", "context"))
     2
@@ -299,7 +299,7 @@ def inner_product(degrees: Mapping[str, Many], axes: Sequence[str]) -> Many:
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """Seconds of one step on one device; of many candidates arrays of them.
+    """Seconds of one step on one device; arrays for many candidates.
 
     Attributes:
       compute: products, recomputation included, at the assumed efficiency, and passes over memory between them.
@@ -325,17 +325,17 @@ class Price:
 
     @property
     def time(self) -> Many:
-        """Seconds of a step."""
+        """Total seconds of a step."""
         return self.compute + self.bubble + self.update + self.host + self.exposed
 
     @property
     def mfu(self) -> Many:
-        """Model FLOPs utilization as published, the ideal time over this one; masks over long sequences may lift it above 1."""
+        """Model FLOPs utilization as published: ideal time over this time; masks over long sequences may lift it above 1."""
         return self.ideal / self.time
 
     @property
     def tokens_per_second(self) -> Many:
-        """Over all devices."""
+        """Tokens per second over all devices."""
         return self.tokens / self.time
 
 
@@ -384,7 +384,7 @@ WORDS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 
 
 class Span(NamedTuple):
-    """Something that takes from `start` to `end`, in seconds."""
+    """A named interval of time, in seconds."""
 
     name: str
     start: float
@@ -393,7 +393,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Lane:
-    """One line: a device's work ("compute", or a pipeline's "rank 0", ...), or the network along mesh axes ("fsdp", ...).
+    """One line of a timeline: a device's work ("compute", or a pipeline's "rank 0", ...), or the network of mesh axes.
 
     Attributes:
       name: of the lane.
@@ -406,13 +406,13 @@ class Lane:
 
     @property
     def busy(self) -> float:
-        """Seconds taken."""
+        """Seconds that the spans take in total."""
         return sum(span.end - span.start for span in self.spans)
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step as the cost model has it: it ends when the step's price says.
+    """The lanes of a step in the cost model; it ends at the step's price.
 
     The network carries one thing at a time, each as soon as its phase begins; what nothing hides makes the phase longer, by
     the same in every run of it. Within a phase the order is not modelled.
@@ -426,7 +426,7 @@ class Timeline:
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Lanes by name, with their spans: what, and from when to when in seconds."""
+        """The lanes by name, with their spans as [name, start, end] in seconds."""
         return {lane.name: [list(span) for span in lane.spans] for lane in self.lanes}
 
     def __str__(self) -> str:
@@ -440,7 +440,7 @@ class Timeline:
         return f"{aligned(header, rows, left=1)}\n{legend}; small letters: less than half of the time"
 
     def _strip(self, lane: Lane) -> str:
-        """A character per part of the step: what takes most of it."""
+        """One character per part of the step, for what takes most of it."""
         parts: list[dict[str, float]] = [{} for _ in range(COLUMNS)]
         wide = self.seconds / COLUMNS
         for name, start, end in lane.spans:
@@ -458,7 +458,7 @@ class Timeline:
 
 
 def timeline(found: Prediction, hardware: Hardware, assumptions: Assumptions | None = None) -> Timeline:
-    """A predicted step on a line of time.
+    """The timeline of a predicted step.
 
     Args:
       found: what the plan holds, sends and computes.
@@ -486,7 +486,7 @@ def timeline(found: Prediction, hardware: Hardware, assumptions: Assumptions | N
 
 @dataclass
 class _Drawing:
-    """Lanes while they are drawn: up to when work and network are taken."""
+    """Lanes being drawn, with the times until which work and network are busy."""
 
     work: dict[str, list[Span]]
     network: dict[str, list[Span]]
@@ -494,7 +494,7 @@ class _Drawing:
     sent: float
 
     def send(self, sendings: tuple[Sending, ...], share: float = 1.0) -> None:
-        """Put a share of these on the network, from now on or when it is free."""
+        """Put a share of flows on the network, from now or when it is free."""
         self.sent = max(self.sent, self.clock)
         for each in sendings:
             end = self.sent + share * each.seconds
@@ -502,19 +502,19 @@ class _Drawing:
             self.sent = end
 
     def alone(self, phase: Phase) -> None:
-        """A phase without compute."""
+        """Draw a phase without compute."""
         self.send(phase.every)
         self.clock += phase.exposed
 
     def both(self, name: str, seconds: float) -> None:
-        """All devices do one thing."""
+        """Draw work that all devices do at the same time."""
         if seconds:
             for spans in self.work.values():
                 spans.append(Span(name, self.clock, self.clock + seconds))
         self.clock += seconds
 
     def microbatches(self, run: tuple[Phase, ...]) -> None:
-        """Forward and backward of every microbatch; what a step sends once goes with the first or the last."""
+        """Draw the forward and backward of every microbatch; flows sent once go with the first or last."""
         times = run[0].times
         for i in range(times):
             for phase in run:
@@ -525,7 +525,7 @@ class _Drawing:
                 self.clock += phase.waits(sendings)
 
     def ticks(self, phase: Phase, found: Prediction, timetable: Timetable, bubble: float) -> None:
-        """The ticks of a pipeline, each longer by its part of what nothing hides."""
+        """Draw the ticks of a pipeline, each lengthened by its part of the exposed communication."""
         assert found.stage_costs is not None
         _, ends = tick_times(timetable, found.stage_costs)
         useful = phase.compute * (1 + bubble) / float(ends[-1])  # seconds of one unit of the stages' costs

@@ -1,4 +1,4 @@
-"""This machine's own devices measured, and a plan's price held against real steps."""
+"""Measures this machine's devices, and compares a plan's price with real or compiled steps."""
 
 import math
 import os
@@ -52,7 +52,7 @@ CPU = "cpu"
 
 @dataclass(frozen=True)
 class Verification:
-    """What a compiler for the topology made of a plan.
+    """The comparison of a plan with what a topology's compiler made of it.
 
     Attributes:
       topology: which chips.
@@ -100,7 +100,7 @@ class Verification:
 
 
 def topology_devices(topology: str, slices: int = 1) -> list[Any]:
-    """The devices of a TPU topology such as "v5p:8x8x8", or of several slices of it; none of them is here.
+    """The devices of a TPU topology such as "v5p:8x8x8", or of several slices of it; none has to be present.
 
     Raises:
       ModuleNotFoundError: without libtpu, which the `tpu` extra installs.
@@ -116,7 +116,7 @@ def topology_devices(topology: str, slices: int = 1) -> list[Any]:
 
 
 def require_compiler(topology: str) -> None:
-    """Refuse early what cannot be compiled here.
+    """Refuse early a topology for which this machine has no compiler.
 
     Raises:
       ModuleNotFoundError: without libtpu, which the `tpu` extra installs.
@@ -128,7 +128,7 @@ def require_compiler(topology: str) -> None:
 
 
 def verify(answer: Answer, topology: str, slices: int = 1) -> Verification:
-    """Compile an answer's plan for a topology, with abstract parameters only.
+    """Compile an answer's plan for a topology, with abstract parameters.
 
     Args:
       answer: the planner's.
@@ -201,7 +201,7 @@ def verify_plan(
 def abstract_step(
     plan: Plan, config: TransformerConfig, mesh: Mesh, global_batch: int, length: int, documents: bool = False
 ) -> tuple[TrainStep, Any, PyTree]:
-    """The library's training step with AdamW, and the shapes of its state and batch where they rest.
+    """The library's training step with AdamW, and the shapes of its state and batch with their shardings.
 
     Args:
       plan: how the step runs.
@@ -249,7 +249,7 @@ WITHIN = 2.0
 
 
 def from_steps(devices: list[Any], model: TransformerConfig, here: Hardware, precision: str | None) -> Hardware:
-    """The hardware with what steps of the model show beside products and sums.
+    """The hardware, refined by what real steps of the model show besides products and sums.
 
     Three steps over `data`, of the model with at most `BLOCKS` blocks: MANY short sequences of a device in one microbatch, in
     MANY, and MANY long ones in one. What MANY - 1 microbatches more take is what blocks take however few tokens they have; what
@@ -292,13 +292,13 @@ def from_steps(devices: list[Any], model: TransformerConfig, here: Hardware, pre
 
 
 def _share(probe: "_Probe", seconds: float, here: Hardware) -> float:
-    """The link's speed in a step that took some seconds, over the one that `here` has."""
+    """The link's speed in a step that took `seconds`, relative to that of `here`."""
     known = probe.seconds(replace(here, layer_link=math.inf))
     return (probe.seconds(here) - known) / max(seconds - known, 1e-9)
 
 
 def _widest_split(model: TransformerConfig, devices: int, length: int) -> dict[str, int]:
-    """The mesh of these devices with most ranks of `tensor` that the model's layers divide over; none without any."""
+    """The mesh of these devices with the largest `tensor` degree that the model's layers divide over; empty if none."""
     meshes = legal_meshes(model, devices, global_batch=MANY * devices, length=length, axes=("data", "tensor"))
     widest = max(meshes, key=lambda degrees: degrees.get("tensor", 1))
     return widest if "tensor" in widest else {}
@@ -306,7 +306,7 @@ def _widest_split(model: TransformerConfig, devices: int, length: int) -> dict[s
 
 @dataclass(frozen=True, kw_only=True)
 class _Probe:
-    """A step of a model.
+    """A step of a model, to be predicted and measured.
 
     Attributes:
       devices: all of them take part.
@@ -326,7 +326,7 @@ class _Probe:
 
     @property
     def candidate(self) -> Candidate:
-        """As the planner has it."""
+        """The step as a planner's candidate."""
         return Candidate(degrees=tuple(self.degrees.items()), microbatches=self.microbatches)
 
     @property
@@ -335,32 +335,32 @@ class _Probe:
 
     @property
     def batch(self) -> int:
-        """Sequences of the step."""
+        """The number of sequences in the step."""
         return MANY * len(self.devices)
 
     def predicted(self, here: Hardware) -> Prediction:
-        """What it holds, sends and computes."""
+        """The prediction of what the step holds, sends and computes."""
         plan, model = self._way
         return predict(
             plan, model, self.candidate.mesh, global_batch=self.batch, length=self.length, platform=here.platform
         )
 
     def flops(self, here: Hardware) -> float:
-        """Of a device."""
+        """FLOPs of one device."""
         found = self.predicted(here)
         return found.tokens * found.flops_per_token / len(self.devices)
 
     def seconds(self, here: Hardware) -> float:
-        """Its price."""
+        """The step's price in seconds."""
         return float(price(self.predicted(here), here, Assumptions.on(here)).time)
 
     def is_too_much(self, here: Hardware) -> bool:
-        """Whether it takes too long, or fills more than a device's memory."""
+        """Whether the step takes too long, or exceeds a device's memory."""
         held = self.predicted(here).memory.total
         return self.flops(here) / here.flops > WITHIN or held > Assumptions.memory_margin * here.memory
 
     def prepared(self) -> Callable[[], None]:
-        """The step, compiled and taken twice. Values are zeros, which take as long as others."""
+        """The step, compiled and run twice, with zeros as values, which take as long as others."""
         mesh = make_mesh(devices=self.devices, **self.candidate.mesh)
         plan, model = self._way
         step, shapes, batch = abstract_step(plan, model, mesh, self.batch, self.length)
@@ -383,7 +383,7 @@ def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _in_turns(steps: list[Callable[[], None]]) -> list[float]:
-    """Median seconds of each; a round takes one step of each, so that what the machine does meanwhile falls on all."""
+    """Median seconds of each step; rounds run one step of each, so that disturbances hit all alike."""
     times: list[list[float]] = [[] for _ in steps]
     began = time.perf_counter()
     for done in range(ROUNDS):
@@ -414,7 +414,7 @@ def measure(
     elements: int = 2**20,
     dtype: str = "float32",
 ) -> Hardware:
-    """Measure with every device at work at once, as in a step: devices that share cores or links are priced so.
+    """Measure with all devices working at once, as in a step, so that shared cores and links are priced.
 
     Args:
       num_devices: the first so many of JAX's devices; None: all. More than there are: simulated CPU devices are started,
@@ -489,7 +489,7 @@ def _summed(x: jax.Array) -> jax.Array:
 def _seconds(
     mesh: Mesh, body: Callable, shape: tuple[int, ...], dtype: str, rounds: int = 5, of: Callable = min
 ) -> float:
-    """The shortest, or another, of a few runs of a body on every device at once."""
+    """The shortest (or another) of a few runs of a function on all devices at once."""
     spec = PartitionSpec("data")
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     x = jax.device_put(jnp.full(shape, 1e-3, dtype), NamedSharding(mesh, spec))
