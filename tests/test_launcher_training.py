@@ -138,7 +138,7 @@ def test_processes_that_differ_are_named_with_the_first_difference(tmp_path):
 UNLIKE = {  # what a first step says of processes that differ in one thing; None: it is made
     "alike": None,
     "seeds": r"first values of down/kernel is \w+ \(checksum\) in process\(es\) \[0\], .*\[1\](.|\n)*up/kernel(.|\n)*sync_p",
-    "seeds, split": r"first values of up/kernel is(.|\n)*mixed already",
+    "seeds, split": r"first values of up/kernel is(.|\n)*already a mixture",
     "then loaded": None,
     "then synchronized": None,
     "split, then synchronized": "first values of up/kernel is",

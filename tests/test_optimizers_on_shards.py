@@ -226,7 +226,7 @@ def test_what_parts_cannot_do_is_refused_with_its_name_and_the_facades_remedy(wh
 
 def test_a_step_of_its_own_refuses_too():
     """A `TrainStep` that is built by hand is checked like a trainer's."""
-    with pytest.raises(ValueError, match=r"add_noise .* every element alike"):
+    with pytest.raises(ValueError, match=r"add_noise .* does not act element by element"):
         ax.make_train_step(Net(), WRONG["noise"][0](), mean_loss, mesh_of(fsdp=3))
 
 

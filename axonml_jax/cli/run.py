@@ -797,7 +797,7 @@ class RunSetup:
       mesh: where the model lives.
       plan: how its step runs.
       batch: shapes of a global batch.
-      own: the data, where it is one's own.
+      own: the data, if it is the user's own.
     """
 
     world: World

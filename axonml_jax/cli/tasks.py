@@ -347,7 +347,7 @@ def own_callbacks(described: Sequence[Mapping[str, Any]] | None, more: Sequence[
 
 
 # --------------------------------------------------------------------------------------------------
-# The loss of a run: one's own, the transformer's, or the cross entropy of a model's logits.
+# The loss of a run: the user's own, the transformer's, or the cross entropy of a model's logits.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -836,7 +836,7 @@ def shapes_of(config: RunConfig, batch: PyTree = None) -> Buildable:
 
     Args:
       config: the run's.
-      batch: shapes of a global batch; only a model of one's own needs them.
+      batch: shapes of a global batch; only a model of the user's own needs them.
 
     Raises:
       ValueError, TypeError: for a model that cannot be made.

@@ -79,9 +79,9 @@ def against_mesh(
     """Yield a problem for every setting that has no effect on the mesh, or cannot run on it.
 
     Args:
-      mesh, plan, model: the sections; no model: one's own, of which nothing is known.
+      mesh, plan, model: the sections; no model: the user's own, of which nothing is known.
       over_context: whether parameters rest sharded over `context` too.
-      length: of a training example; None: of data of one's own, it is not known.
+      length: of a training example; None: not known, for data of the user's own.
     """
     if over_context and mesh.context > 1 and plan.sharding_strategy == "no_shard":
         yield "context.shard=true shards as plan.sharding_strategy says, which is no_shard: use another, or context.shard=false"
@@ -597,8 +597,8 @@ class RunConfig:
       profile: write a profiler trace of a few steps into the run's folder.
       resume: go on with an earlier run: auto (the newest of this name that has checkpoints, or else a new one) or the
         folder of one; null starts a new one.
-      callbacks: callbacks of one's own, each a class_path with init_args (see `ax.Callback`).
-      model: the transformer, or a model of one's own.
+      callbacks: callbacks of your own, each a class_path with init_args (see `ax.Callback`).
+      model: the transformer, or a model of your own.
     """
 
     name: str = "run"
@@ -683,7 +683,7 @@ class RunConfig:
         """The transformer's configuration, for a command that supports no other model.
 
         Raises:
-          ConfigError: for a model of one's own, which this cannot serve.
+          ConfigError: for a model of the user's own, which this command does not support.
         """
         if isinstance(self.model, OwnModel):
             raise ConfigError(
@@ -1027,7 +1027,7 @@ def config_parser(command: str, more: str = "", own: bool = False) -> ArgumentPa
     Args:
       command: for its usage text.
       more: text below the help.
-      own: the model is one's own: the transformer's keys are left out.
+      own: the model is the user's own: the transformer's keys are left out.
     """
     parser = ArgumentParser(
         prog=f"axonml-jax {command}",

@@ -132,7 +132,7 @@ class ContextConfig:
         Ulysses among so many ranks and the other among the rest.
       order: in which order ranks hold positions: contiguous, zigzag or striped; auto is zigzag.
       shard: parameters rest sharded over mesh.fsdp and mesh.context together, as plan.sharding_strategy says.
-      allow_communication: what the code of a model of one's own that sees whole sequences may send across positions besides
+      allow_communication: what the code of a model of your own that sees whole sequences may send across positions besides
         attention and sums: false, as much as its attention sends; true, anything; or bytes per rank and step.
     """
 
@@ -191,7 +191,7 @@ class OwnModel:
     """A model of the user's own, instead of the transformer's keys.
 
     Attributes:
-      class_path: a Flax model of one's own by the path of its class, in place of the transformer that the other keys describe.
+      class_path: a Flax model of your own by the path of its class, in place of the transformer that the other keys describe.
       init_args: its arguments, without rngs.
     """
 
@@ -479,7 +479,7 @@ class DataConfig:
       max_bytes: read no more than this; null reads everything.
       valid_fraction: share kept for validation, of the bytes or of the documents.
       num_workers: processes that load batches ahead; 0 loads in this one.
-      class_path: data of one's own, in place of text and documents: a dataset, a dict of arrays or something to iterate over,
+      class_path: data of your own, in place of text and documents: a dataset, a dict of arrays or something to iterate over,
         by the path of the class or function that makes it.
       init_args: its arguments.
       valid: what to validate on, a class_path with init_args; null takes valid_fraction of data with a length.

@@ -1,7 +1,7 @@
 """Finds norms and cross entropies in other people's models and losses, and computes them by kernels on GPUs.
 
 A value is told by what it is of one array x [..., n]: its mean, its mean square, 1 / its deviation, its log weights. So any
-spelling in plain operations is found: Flax's own modules, optax's losses, a few lines of one's own.
+spelling in plain operations is found: Flax's own modules, optax's losses, or a few plain lines.
 """
 
 from collections.abc import Callable, Mapping, Sequence
