@@ -242,4 +242,4 @@ def test_a_save_that_is_tried_again_at_its_step_puts_nothing_aside(s3, cache, ca
         assert manager.save(2, Weights(2))
         manager.wait()
         assert manager.steps == [1, 2] and left(cache) == []
-    assert "gone back" not in caplog.text and go_on() == 2
+    assert "went back" not in caplog.text and go_on() == 2
