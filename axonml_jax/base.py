@@ -299,7 +299,7 @@ class Lossy(io.FileIO):
                 raise
             if not self.told:
                 self.told, what = True, {1: "standard output", 2: "standard error"}.get(self.name, self.name)
-                told = f"axonml-jax: {what} takes no more ({error.strerror}): it loses lines from here\n"
+                told = f"axonml-jax: cannot write to {what} ({error.strerror}): lines are lost from here on\n"
                 with contextlib.suppress(OSError):
                     os.write(2, told.encode())
                 if gone and not Lossy._asked and callable(signal.getsignal(signal.SIGTERM)):

@@ -197,9 +197,7 @@ def test_losses_optimizers_and_precisions_of_every_kind_equal_one_device(case):
 
 def test_optimizers_that_mix_elements_are_refused_where_a_stage_is_sharded_and_named_with_the_pipelines_own_remedy():
     pipe, tx = ax.Pipeline(chain(2), mesh_of(pipe=2, fsdp=2)), optax.adafactor(0.01, min_dim_size_to_factor=2)
-    words = (
-        r"scale_by_factored_rms \(of optax.adafactor\) .* does not act element by element.* ax.Pipeline\(..., update=\"whole\"\)"
-    )
+    words = r"scale_by_factored_rms \(of optax.adafactor\) .* not act element by element.* ax.Pipeline\(..., update=\"whole\"\)"
     with pytest.raises(ValueError, match=words):
         pipe.trainer(tx, mean_loss)
 
