@@ -1047,8 +1047,7 @@ _SHOWN = 10
 def differences(
     wanted: Mapping[str, Leaf], found: Mapping[str, Entry], optional: tuple[str, ...] = OPTIONAL
 ) -> dict[str, dict[str, str]]:
-    """Differences between wanted and saved arrays, by kind and name, in words. All float dtypes match each other, integers an
-    int.
+    """Differences between wanted and saved arrays, by kind and name, in words; all float dtypes match, and integers an int.
 
     Args:
       wanted: what shall be restored.

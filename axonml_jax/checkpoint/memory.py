@@ -980,8 +980,7 @@ _PAUSE = 1.0
 
 
 def refill(team: Team, agreed: Agreed, deliver: Callable[[int], None]) -> None:
-    """Send each process the state that it lacks; returns when all have it. All processes call this; broken connections are
-    retried.
+    """Send each process the state that it lacks, with retries; returns when all have it. All processes call this.
 
     Args:
       team: the processes.

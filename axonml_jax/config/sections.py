@@ -231,8 +231,7 @@ _WIDER = {"data.max_bytes": 2**63 - 1, "train.seed": 2**63 - 1}
 
 
 def unusable(key: str, value: Any) -> list[str]:
-    """What is wrong with a value as a number (not finite, or more than the steps, sizes and places of arrays can count), or as
-    text, all of which becomes names and paths but prompts and one's own arguments: what none can hold.
+    """Problems of a setting's value: numbers that are not finite or too large to count, text that no name or path can hold.
 
     >>> unusable("optim.learning_rate", float("inf")), unusable("train.steps", 1000)
     (['optim.learning_rate=inf: must be a finite number'], [])
@@ -966,9 +965,7 @@ class PipelineConfig:
         )
 
     def problems(self, mesh: MeshConfig, plan: PlanConfig, model: TransformerConfig | None) -> Iterator[str]:
-        """Yield what does not fit the rest of a configuration; `model` is None for the user's own, of which nothing is
-        known.
-        """
+        """Yield what does not fit the rest of a configuration; `model` is None for the user's own, which is not known."""
         ranks, stages = mesh.pipe, mesh.pipe * self.chunks
         if ranks == 1:
             if self != PipelineConfig():

@@ -175,9 +175,7 @@ def _scores(layers: Layers) -> Iterator[Flow]:
 
 
 def _sequence(layers: Layers, weights: Weights) -> Iterator[Flow]:
-    """Yield flows of sequence parallelism (Korthikanti et al. 2022): a gather and a scatter per half block each way, and the
-    gather again.
-    """
+    """Yield flows of sequence parallelism (Korthikanti et al. 2022): gather and scatter per half block each way, a regather."""
     whole, again = layers.tokens * layers.config.hidden_size, layers.run.recomputes
     first, last, shared = layers.parts.first, layers.parts.last, _shared(layers)
     experts = layers.parts.experts  # in the place of so many dense halves; they keep what they gather

@@ -575,9 +575,7 @@ class Step:
 
     @property
     def fullest(self) -> ShardCounts:
-        """The blocks and ends of the pipeline rank that reads most of its own, whose traffic is reported; the first of
-        equals.
-        """
+        """The parts of the pipeline rank that reads most of its own, whose traffic is reported; the first of equals."""
         chosen, *others = self.ranks
 
         def reads(parts: ShardCounts) -> Many:

@@ -400,8 +400,7 @@ class Trainer(Generic[M]):
     @property
     @no_mesh_around()
     def state(self) -> TrainState:
-        """Everything that the run is between two steps; the next step donates its buffers, `jax.tree.map(jnp.copy, ...)` keeps
-        one.
+        """Everything that the run is between two steps; the next step donates it, `jax.tree.map(jnp.copy, ...)` keeps a copy.
 
         Assigning one (of this trainer or of another like it, on the devices or on the host) continues from a copy of it.
 
@@ -457,8 +456,7 @@ class Trainer(Generic[M]):
 
     @property
     def recompute(self) -> Any:
-        """The recomputation policy of the backward pass: the plan's `remat`, or the choice made within its `memory` for the
-        last step.
+        """What the backward recomputes: the plan's `remat`, or the choice made within its `memory` for the last step.
 
         What was chosen prints as a table by unit, and `ax.Plan(remat=...)` and configurations take it (`to_dict()`).
         """
@@ -515,9 +513,7 @@ class Trainer(Generic[M]):
             self._saves.append(wait)
 
     def finish(self, reason: str = "finished") -> None:
-        """Tell callbacks once that the training is over, after waiting for a save under way; leaving `with trainer:` does it
-        too.
-        """
+        """Tell callbacks once that the training is over, after any save under way; leaving `with trainer:` does it too."""
         if self._ended:
             return
         self._ended = True

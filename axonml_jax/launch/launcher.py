@@ -223,9 +223,7 @@ class _Job:
         )
 
     def _spare(self, local_rank: int, command: Sequence[str]) -> subprocess.Popen:
-        """Start a standby process with a worker's variables, but without the mark by which a failed attempt's processes are
-        ended.
-        """
+        """Start a standby process with a worker's variables, without the mark by which failed attempts' processes are ended."""
         assert self._latest is not None
         handed = None if self._memory is None else self._memory.of(local_rank)
         environ = worker_environment(os.environ, self._latest, local_rank, self._gpus, handed)

@@ -366,9 +366,7 @@ class SplashPieces:
     def forward(
         self, how: Attention, given: Given, q: jax.Array, at: Side, k: jax.Array, v: jax.Array, side: Side
     ) -> ReadPiece:
-        """As `PieceWork.forward`, with one tile: q [1, b, g, r, c, d], k [1, b, g, t, d], v [1, b, g, t, e]; ignores
-        `given`.
-        """
+        """As `PieceWork.forward`, one tile: q [1, b, g, r, c, d], k [1, b, g, t, d], v [1, b, g, t, e]; ignores `given`."""
         out, lse = splash_forward(self.call, self._piece(how, q, at, k, v, side))
         lse = lse.reshape(q.shape[:-1])
         return ReadPiece(out.astype(jnp.float32).reshape(*q.shape[:-1], -1), lse, jnp.zeros_like(lse))

@@ -65,8 +65,7 @@ class ProductForm:
 
 
 def float8_product(form: ProductForm, left: jax.Array, right: jax.Array) -> jax.Array:
-    """The product of two arrays that are rounded to 8 bits: first the dims of `left` that are not summed over, then those of
-    `right`, as `jax.lax.dot_general` has them.
+    """Multiply two arrays rounded to 8 bits; the result's dims are ordered as by `jax.lax.dot_general`.
 
     Sums are in float32, or in float64 for a result in it; a GPU that multiplies 8-bit floats adds up fewer bits in the forward.
     The backward rounds both operands anew: what is kept for it is what a plain product keeps, and recomputation knows the

@@ -186,8 +186,7 @@ def _forward(logits, targets, axes, smoothing, words, form):
 
 
 def _summed(logits, targets, axes, smoothing, words):
-    """Of every row a number near the largest logit, and over all ranks, with it taken off: the sum of exponentials, the
-    target's logit, and with smoothing the sum of logits."""
+    """Per row the maximal logit, and relative to it the ranks' sums of exponentials, target logit and (smoothing) logits."""
     wide = _without_padding(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), axes, words, -jnp.inf)
     highest = jnp.max(wide, axis=-1)
     highest = max_over(highest, axes) if axes else highest

@@ -503,8 +503,14 @@ def merged(one: ReadPiece, other: ReadPiece) -> ReadPiece:
 
 
 class KeptQueries(NamedTuple):
-    """What the backward reads of the queries: q and out's gradient [t, b, g, r, x, d or e], `ReadPiece`'s top and total of all
-    keys, and `out * gradient` summed over the head [t, b, g, r, x]."""
+    """What the backward reads of the queries.
+
+    Attributes:
+      q: the queries, [t, b, g, r, x, d].
+      grad: the gradient of the output, [t, b, g, r, x, e].
+      top, total: those of the `ReadPiece` of all keys, [t, b, g, r, x].
+      inner: `output * gradient` summed over the head, [t, b, g, r, x].
+    """
 
     q: jax.Array
     grad: jax.Array

@@ -915,8 +915,7 @@ class Walk:
         self.whole: set[Path] = set()
 
     def run(self, program: Program) -> None:
-        """Walk through a program of whole inputs. What leaves it is whole; so is the output of a column that no row takes, and
-        every input of a layer."""
+        """Follow a program, and break wrong guesses: a split output leaves the program, or reaches no row or another layer."""
         self._refuse(results(program, [None] * len(program.inputs), self._rule, None), "it is a result of the model")
         for path, sources in self.taken:
             if path in self.whole:

@@ -95,9 +95,7 @@ def masked_statistics(x: jax.Array, mask: jax.Array, feature_axis: Any, axes: An
 
 
 def _joined(own: Any, axes: tuple[str, ...], sum_over_ranks: Sum) -> tuple[tuple[str, ...], Sum] | None:
-    """The axes over which a BatchNorm averages, `axes` and its `vmap` axes, and by which sum; None if it names a mesh axis
-    itself.
-    """
+    """The axes over which a BatchNorm averages, its `vmap` axes first, and by which sum; None if it names a mesh axis."""
     names = () if own is None else tuple(own) if isinstance(own, list | tuple) else (own,)
     if {*axes, *manual_axes()} & {*names}:
         return None

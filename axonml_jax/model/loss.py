@@ -109,8 +109,7 @@ def parse_loss(returned: Any, positions: tuple[str, ...] = ()) -> Loss:
 
 
 def of_batch(loss_fn: Any) -> Any:
-    """Return a loss of `(model, batch)`: the function itself, or for a `loss_fn(model, x, y)` one that takes the batch `(x,
-    y)`.
+    """A loss of `(model, batch)`: the function itself; for a `loss_fn(model, x, y)` one that takes the batch `(x, y)`.
 
     Raises:
       TypeError: for one that wants more than a model and a batch give.

@@ -219,9 +219,7 @@ class Functional(abc.ABC):
 
     @property
     def stacked_dims(self) -> Mapping[str, int]:
-        """Number of leading dims of a parameter that count layers or experts, by path, if its module declares it (see
-        `STACKED`).
-        """
+        """Number of a parameter's leading dims that count layers or experts, by path, if its module declares it (`STACKED`)."""
         return {}
 
     @property

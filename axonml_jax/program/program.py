@@ -86,9 +86,7 @@ Follow = Callable[[Operation, int, int, int], int | None]
 
 
 def same(op: Operation, k: int, dim: int, parts: int) -> int | None:
-    """Follow a dim through an elementwise operation: the same dim, unless the operand is broadcast or its bits are
-    regrouped.
-    """
+    """Follow a dim through an elementwise operation: the same dim, unless the operand is broadcast or bits are regrouped."""
     given, made = op.given[k].shape, op.made[0].shape
     return dim if len(given) == len(made) and given[dim] == made[dim] else None
 

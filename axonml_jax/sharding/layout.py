@@ -56,8 +56,7 @@ class Layout:
         return Layout(shape, leaf.dtype, PartitionSpec(), shape, (1,) * len(shape), stack_dims)
 
     def on(self, axis: AxisNames, dim: int, size: int) -> "Layout":
-        """This layout with `dim` also split over another axis (or several) of `size` ranks, inside the axes that already split
-        it.
+        """This layout with `dim` also split over another axis (or several) of `size` ranks, inside those that already split it.
 
         A dim that does not divide is stored with zeros behind it; a scalar is stored as one element per rank.
         """
@@ -376,7 +375,7 @@ def map_layouts(change, tree: PyTree, layouts: PyTree) -> PyTree:
 
 
 def unpadded(tree: PyTree, layouts: PyTree, mesh: Mesh) -> PyTree:
-    """Remove the padding of stored global arrays: a leaf without any is returned as it is, a padded one copied to every
+    """Remove the padding of stored global arrays; leaves without any are returned as they are, others copied to every
     device.
     """
     everywhere = NamedSharding(mesh, PartitionSpec())
