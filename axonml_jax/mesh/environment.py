@@ -64,7 +64,7 @@ class Handed:
 
 
 def handed(environ: Mapping[str, str] = os.environ) -> Handed | None:
-    """The descriptors that this process was given; None without a restarting launcher, or if the variable was only inherited."""
+    """Descriptors that this process was given; None without a restarting launcher, and if the variable alone was inherited."""
     text = environ.get(MEMORY)
     found = Handed.parse(text) if text else None
     return found if found is not None and all(map(_is_handed, found.all)) else None

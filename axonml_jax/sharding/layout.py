@@ -375,9 +375,7 @@ def map_layouts(change, tree: PyTree, layouts: PyTree) -> PyTree:
 
 
 def unpadded(tree: PyTree, layouts: PyTree, mesh: Mesh) -> PyTree:
-    """Remove the padding of stored global arrays; leaves without any are returned as they are, others copied to every
-    device.
-    """
+    """Remove the padding of stored global arrays; a leaf without any is returned as it is, others copied to every device."""
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def change(leaf: Any, layout: Layout) -> Any:
