@@ -143,7 +143,7 @@ UNLIKE = {  # what a first step says of processes that differ in one thing; None
     "then synchronized": None,
     "split, then synchronized": "first values of up/kernel is",
     "seeds of the runs": r"value of key is \[0, 0\] in process\(es\) \[0\], \[0, 1\] in process\(es\) \[1\]",
-    "rates": r"traced program is .* first in `.*mul -0\.0099.*` in process 0, `.*mul -0\.0199(.|\n)*A learning rate",
+    "rates": r"traced program is .* first in `.*mul -0\.0099.*` in process 0, `.*mul -0\.0199(.|\n)*the learning rate",
     "rates in the state": r"value of opt_state/hyperparams/learning_rate is 0\.00999\d* in process\(es\) \[0\], 0\.0199",
     "losses": r"traced program is .*`.*integer_pow.*` in process 0, `.*abs",
     "losses' arrays": r"traced program is .*`closed over: \w+` in process 0, `closed over",
