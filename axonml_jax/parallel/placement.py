@@ -85,8 +85,8 @@ def _check_automatic(plan: Plan, degrees: Mapping[str, int]) -> list[AxisNames]:
     automatic = [axis for axis in leaving if degrees[as_axes(axis)[0]] > 1]
     if automatic and plan.check_vma:
         raise ValueError(
-            f"{', '.join(map(str, automatic))} is left to XLA's partitioner, because the model's code sees whole sequences, and "
-            "there JAX cannot differentiate attention across ranks with check_vma=True: leave that out, "
+            f"{', '.join(map(str, automatic))} is left to XLA's partitioner, because the model's code sees whole sequences, "
+            "and there JAX cannot differentiate attention across ranks with check_vma=True: leave that out, "
             "or write the model for its rank's positions (ax.context_attention, ax.context_positions; splits_positions = True)"
         )
     return automatic
