@@ -11,6 +11,8 @@ from flax import linen, nnx
 from meshes import mesh_of
 
 import axonml_jax as ax
+from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.transformer import Transformer
 from axonml_jax.testing.equality import assert_equals_single_device
 
 X = np.random.default_rng(0).normal(size=(16, 6))
@@ -19,6 +21,10 @@ BATCH = {"x": X, "y": X[:, :1] ** 2}
 
 def scanned(h):
     return jax.lax.scan(lambda h, _: (h - h.mean(0), None), h, None, length=2)[0]
+
+
+def constant_of_loop(h, mean):
+    return jax.lax.scan(lambda h, _: (h - mean, None), h, None, length=2)[0]
 
 
 def remembered(h):
@@ -33,6 +39,8 @@ MIXING = {
     "in a loop": scanned,
     "recomputed": remembered,
     "softmax over rows": lambda h: jax.nn.softmax(h, axis=0),
+    "behind a derivative of its own": lambda h: h - jax.nn.relu(h.mean(0)),
+    "by a constant of a loop": lambda h: constant_of_loop(h, h.mean(0)),
     "merged with features": lambda h: (h.reshape(-1) - h.reshape(-1).mean()).reshape(h.shape),
 }
 APART = {
@@ -134,6 +142,46 @@ def test_where_a_part_of_the_rows_is_seen_alone_a_warning_names_the_line(plan, l
     trainer = ax.parallelize(Net(MIXING["centred"]), mesh_of(degrees), chosen).trainer(optax.sgd(0.1), LOSSES[loss])
     with pytest.warns(UserWarning, match=r"model's code mixes rows of the batch: sub \(line \d+ of test_mixing.py"):
         trainer.step(BATCH)
+
+
+class Grouped(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.conv = nnx.Conv(2, 4, (3, 3), rngs=rngs, param_dtype=jnp.float64)
+        self.norm = nnx.GroupNorm(4, 2, rngs=rngs, param_dtype=jnp.float64)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.drop(self.norm(self.conv(x)))
+        return x.reshape(len(x), 2, -1).mean(1)
+
+
+ONE_ROW = {
+    "images": (Grouped, np.random.default_rng(1).normal(size=(4, 5, 5, 2)), lambda model, x: (model(x) ** 2).mean()),
+    "tokens": (
+        lambda: Transformer(
+            TransformerConfig(vocab_size=16, num_layers=2, hidden_size=8, num_heads=2, max_length=12), rngs=nnx.Rngs(0)
+        ),
+        np.random.default_rng(1).integers(0, 16, (4, 12)),
+        lambda model, x: ax.WeightedMean(*model.loss(x, x)),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "plan", [({"data": 4}, ax.Plan()), ({"data": 2}, ax.Plan(accumulate=2))], ids=["ranks", "parts"]
+)
+@pytest.mark.parametrize("kind", ONE_ROW)
+def test_one_row_on_a_rank_is_not_taken_for_several(kind, plan):
+    """A dim of one row stays where it is in a reshape: positions, groups and pixels are no rows."""
+    make, batch, loss = ONE_ROW[kind]
+    degrees, chosen = plan
+    trainer = ax.parallelize(make(), mesh_of(degrees), chosen).trainer(optax.sgd(0.1), loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.step(batch)
+    if kind == "images" and degrees == {"data": 4}:  # a model whose rows are mixed would draw the masks of all four
+        assert "4,5,5,4" not in str(trainer.trace(batch).jaxpr)
 
 
 @pytest.mark.parametrize("kind", [*APART, "batch norm", "rows of a rank"])

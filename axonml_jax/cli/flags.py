@@ -29,7 +29,7 @@ _KINDS = (ValueError, TypeError, OSError, ImportError, RuntimeError)
 
 
 def refusal(error: BaseException) -> str | None:
-    """The message for the user of an exception that this package raised on purpose; None for a bug, whose traceback matters.
+    """The message for an exception that this package raised, or of a file that the system refused; None for a bug.
 
     Args:
       error: as it was caught.

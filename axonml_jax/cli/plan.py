@@ -397,14 +397,16 @@ def require_fit(config: RunConfig, ground: RunSetup, budget: Budget) -> None:
 
 
 def _require_resting(config: RunConfig, ground: RunSetup, limit: float) -> None:
-    """Of a user's own model, and of one with adapters, parameters, gradients and optimizer state alone are known."""
-    held = replace(
-        memory(config, ground), gathered_bytes=0
-    )  # which counts a stack of layers whole, that a step may slice
+    """Refuse what does not fit without activations, of a user's own model and of one with adapters, whose steps are not known.
+
+    Where units are gathered at their use a stack of layers counts whole, which a step may slice: what is gathered is left out.
+    """
+    held = memory(config, ground)
+    held = replace(held, gathered_bytes=0) if _placed(config, ground)[2].at_use is not None else held
     if held.total_bytes > limit:
         raise ConfigError(
-            f"this plan needs {held.total_memory_mb:,.1f} MiB on each device for parameters, gradients and optimizer state, "
-            f"and there are {limit / 2**20:,.1f} MiB: take more of mesh.fsdp, or add --force"
+            f"this plan needs {held.total_memory_mb:,.1f} MiB on each device without activations, and there "
+            f"are {limit / 2**20:,.1f} MiB: take more of mesh.fsdp, or add --force"
         )
 
 

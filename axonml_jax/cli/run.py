@@ -63,7 +63,7 @@ CHECKPOINT_FOLDER = "checkpoints"
 
 
 def place_said(run: Path) -> str | None:
-    """The URL of a run's checkpoints (`checkpoint.url`), from the configuration in its folder; None for the folder."""
+    """The URL of a run's checkpoints (`checkpoint.url`), as its configuration says; None if they are in the folder."""
     return _said(run, "checkpoint", "url")
 
 

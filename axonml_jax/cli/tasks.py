@@ -526,7 +526,7 @@ def read_text(config: DataConfig, runs: str | None = None) -> TextSplit:
 
 
 def _require_text_alone(path: str, runs: str | None) -> None:
-    """Refuse a path that also holds files of records, unless the configuration says to ignore them."""
+    """Refuse a path that also holds files of records, those of a run aside."""
     of_a_run = lambda file: file.name == "metrics.jsonl" and file.with_name(NEWEST).is_file()
     if found := [each for each in records_beside_text(path, runs) if not of_a_run(Path(path, each))]:
         named = ", ".join(found[:3]) + f" and {len(found) - 3} more" * (len(found) > 3)

@@ -520,7 +520,7 @@ class _PerPosition:
 
 
 class ParallelLayerNorm(_PerPosition, nnx.LayerNorm):
-    """`nnx.LayerNorm` over features that no rank of `axis` splits.
+    """`nnx.LayerNorm` over the features, which every rank of `axis` holds in full.
 
     Args:
       num_features: size h of the last dim.
@@ -534,7 +534,7 @@ class ParallelLayerNorm(_PerPosition, nnx.LayerNorm):
 
 
 class ParallelRMSNorm(_PerPosition, nnx.RMSNorm):
-    """`nnx.RMSNorm` over features that no rank of `axis` splits.
+    """`nnx.RMSNorm` over the features, which every rank of `axis` holds in full.
 
     Args:
       num_features: size h of the last dim.

@@ -341,7 +341,7 @@ Spans = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class RingRounds:
-    """The rounds of a ring: in round r rank i has the keys of rank i - r, if it or a later rank needs them.
+    """The rounds of a ring: in round r rank i has the keys and values of rank i - r, if it or one further along needs them.
 
     Attributes:
       needed: `needed[i][j]`: whether queries of rank i may see keys of rank j.

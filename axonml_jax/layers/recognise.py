@@ -129,7 +129,7 @@ _FLOATS = lambda aval: jnp.issubdtype(aval.dtype, jnp.floating)
 
 
 def _ever_the_same(name: str) -> bool:
-    """Whether an operation maps constant arrays to constant arrays."""
+    """Whether an operation maps arrays of equal elements to arrays of equal elements."""
     return is_elementwise(name) or name in ("broadcast_in_dim", "reshape", "squeeze")
 
 

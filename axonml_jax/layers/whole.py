@@ -260,7 +260,7 @@ def opened(y: jax.Array, axis: str) -> jax.Array:
 
 
 def closed(x: jax.Array, axis: str) -> jax.Array:
-    """Mark the input of a layer that takes such a part."""
+    """Mark the input of a layer that takes the part that `opened` leaves on each rank."""
     return _border(CLOSED, OPENED, axis)(x)
 
 

@@ -112,8 +112,8 @@ class Report:
             "rows in parentheses are in branches that a heavier one outweighs: totals leave them out": not all(
                 entry.counted for entry in self.collectives
             ),
-            f"axes {automatic} are left to the partitioner: what it sends is in the compiled step alone, which "
-            "tensor_traffic of ax.TensorParallel reads; sizes are before its split": bool(automatic),
+            f"axes {automatic} are left to the partitioner: what it sends is in the compiled step alone "
+            "(model.tensor_traffic, model.context_traffic); sizes are before its split": bool(automatic),
             "rows of every n steps happen in one of these; their bytes are the mean over them": any(
                 entry.every > 1 for entry in self.collectives
             ),
@@ -123,13 +123,14 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Rows, totals, targets and notes as plain values."""
+        ratio = lambda target: None if self._automatic else target.ratio  # of a part of what is sent
         return {
             "traffic": [{**asdict(row), "wire_bytes": _plain(row.wire_bytes)} for row in self.traffic],
             "total_bytes": _plain(self.total_bytes),
             "bytes_by_axes": {",".join(axes): _plain(sent) for axes, sent in self.bytes_by_axes.items()},
             "bytes_by_label": {label: _plain(sent) for label, sent in self.bytes_by_label.items()},
             "targets": [
-                {"name": t.name, "sent": _plain(t.sent), "minimum": _plain(t.minimum), "ratio": t.ratio}
+                {"name": t.name, "sent": _plain(t.sent), "minimum": _plain(t.minimum), "ratio": ratio(t)}
                 for t in self.targets
             ],
             "notes": list(self.notes),

@@ -144,8 +144,9 @@ def _mixes(asked: Asked, local: Traced, inlines: bool) -> bool:
     if found and not (inlines and not _has_positions(asked)):
         warn(
             f"the model's code mixes rows of the batch: {'; '.join(found[:5])}. In microbatches, and where positions or layers "
-            "are split, it sees a part of them and computes something else than on one device: mix rows in the loss function, "
-            "which has the whole batch, take all rows at once, or say by batch_stats='local' that a part's own are meant"
+            "are split, it sees a part of them and may compute something else than on one device: mix rows in the loss "
+            "function, which has the whole batch, use a plan without these, or say by batch_stats='local' that a part's own "
+            "are meant"
         )
         return False
     return bool(found)

@@ -5,6 +5,7 @@ elementwise operation, a concatenation or a product. Contractions over rows, sor
 experts send every row by itself with them.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,7 +71,7 @@ class _Mixing(Following):
         places = [place for (place,) in given]
         floats = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in op.given]
         joined = any(floating and place in (SUM, JOINED) for place, floating in zip(places, floats, strict=True))
-        [step] = super().steps(op, [(None if place == JOINED else place,) for place in places])
+        [step] = self._of_one_row(op, places) or super().steps(op, [(None if p == JOINED else p,) for p in places])
         if not self.inside:
             return [step]
         rows = any(floating and isinstance(place, Split) for place, floating in zip(places, floats, strict=True))
@@ -80,6 +81,20 @@ class _Mixing(Following):
         made = [_made(op.name, place, joined) for place in step.made]
         floating = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in op.made]
         return [step._replace(made=tuple(m if m != JOINED or f else None for m, f in zip(made, floating, strict=True)))]
+
+    def settled(self, places: Places) -> Places:
+        """A sum that a call with a derivative of its own, a loop or a branch is given is still one of several rows."""
+        return tuple(JOINED if place == SUM else place for place in places)
+
+    def _of_one_row(self, op: Operation, places: Sequence[Place]) -> list[Step]:
+        """A reshape of a rank's only row, whose dim of size 1 is where it was; none for other operations."""
+        place = places[0] if places else None
+        if op.name != "reshape" or not isinstance(place, Split) or op.given[0].shape[place.dim] != place.outer:
+            return []
+        old, new = op.given[0].shape, op.made[0].shape
+        before = math.prod(old[: place.dim]) * place.outer
+        there = [dim for dim, size in enumerate(new) if size == 1 and math.prod(new[:dim]) == before]
+        return [Step((place,), (Split(there[0]) if there else None,))]
 
 
 def _made(name: str, place: Place, joined: bool) -> Any:

@@ -217,8 +217,9 @@ class WholeBatch:
             decided = in_microbatches(asked, decided, two_sweeps=self.two_sweeps)
         except Unclear:
             raise ValueError(
-                "the loss cannot be traced with a microbatch's rows alone (the error above, if there is one, says why): take "
-                "all rows at once (accumulate=1, num_microbatches=1)"
+                "the loss cannot be traced with a microbatch's rows alone (the error above, if there is one, says why), so "
+                "the results of its calls of the model there are unknown: take all rows at once (accumulate=1, "
+                "num_microbatches=1)"
             ) from decided.failed
         groups = (self.group, *self._among_positions)
         ranks, known = Ranks(groups, self.most_gathered, self._alone), []

@@ -667,7 +667,7 @@ class Watchdog:
         return self._times.drawing(batches)
 
     def slowest(self) -> dict[str, float]:
-        """In process 0: the slowest rank, `slow_rank`, and how many times the others' median it takes, `slow_rank_times`."""
+        """In process 0, while a rank slows the others down, its number and its times the others' median; else empty."""
         return {"slow_rank": self._slow[0].rank, "slow_rank_times": round(self._slow[0].times, 2)} if self._slow else {}
 
     def moved(self) -> None:

@@ -280,7 +280,7 @@ def flow_seconds(flow: Flow, degrees: Mapping[str, Many], hardware: Hardware) ->
 
 
 def inner_product(degrees: Mapping[str, Many], axes: Sequence[str]) -> Many:
-    """The product of the degrees of axes inside the outermost of `axes`: the distance between neighbours in a group.
+    """The product of the degrees of the other axes inside the outermost of `axes`: the distance between neighbours.
 
     >>> inner_product({"data": 2, "fsdp": 4, "context": 8, "tensor": 2}, ("fsdp", "context"))
     2

@@ -349,7 +349,7 @@ class Answer:
     def _assumed(self) -> str:
         """What the times follow from, and how to say it otherwise."""
         given, kind = self.asked.assumptions, self.asked.hardware
-        known = "measured" if given.efficiency == kind.reached else "not measured"
+        known = kind.sources.get("reached", "measured") if given.efficiency == kind.reached else "not measured"
         return (
             f"  assumed: products reach {given.efficiency:.0%} of {kind.name}'s peak ({known}), and {given.overlap:.0%} of "
             "their time hides parameters and gradients on their way (--efficiency, --overlap)"

@@ -360,7 +360,7 @@ class _Probe:
         return self.flops(here) / here.flops > WITHIN or held > Assumptions.memory_margin * here.memory
 
     def prepared(self) -> Callable[[], None]:
-        """The step, compiled and run twice, with zeros as values, which take as long as others."""
+        """A function that runs the step once; it is compiled and run twice before. Values are zeros."""
         mesh = make_mesh(devices=self.devices, **self.candidate.mesh)
         plan, model = self._way
         step, shapes, batch = abstract_step(plan, model, mesh, self.batch, self.length)

@@ -101,8 +101,8 @@ def each_ranks_specs(placement: Placement) -> PyTree:
         more = ", ..." if len(shared) > 8 else ""
         raise ValueError(
             "each rank's own values are stacked along the batch axes, but along "
-            f"{', '.join(sorted(both))} layers split these parameters as well as the batch: {', '.join(shared[:8])}{more}. "
-            "Accumulate inside the step (accumulate=) instead"
+            f"{', '.join(sorted(both))} layers split these parameters as well as the batch, so that several ranks "
+            f"share one: {', '.join(shared[:8])}{more}. Accumulate inside the step (accumulate=) instead"
         )
 
     def spec(layout: Layout) -> PartitionSpec:
