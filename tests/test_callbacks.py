@@ -112,7 +112,7 @@ def test_processes_of_other_speeds_hear_of_a_save_at_the_same_point(heard, tmp_p
     [
         (print, r"callbacks\[0\] is a builtin_function_or_method: derive it from ax.Callback"),
         (Notes, r"callbacks\[0\] is the class Notes: give an object of it"),
-        (Misspelt(), r"callbacks\[0\]: nobody calls Misspelt.on_evaluation; did you mean on_eval\?"),
+        (Misspelt(), r"callbacks\[0\]: Misspelt.on_evaluation is never called; did you mean on_eval\?"),
     ],
 )
 def test_what_is_none_is_refused(given, said):
@@ -148,4 +148,4 @@ def test_a_configuration_names_them(heard, tmp_path, capsys):
     assert "callback Notes.on_step failed after step 1: ValueError: enough" in capsys.readouterr().err
     path.write_text(yaml.safe_dump(content | {"callbacks": [{"class_path": "own_parts.Misspelt"}]}))
     assert main(["train", str(path), *flags]) == 2
-    assert "nobody calls Misspelt.on_evaluation" in capsys.readouterr().err
+    assert "Misspelt.on_evaluation is never called; did you mean on_eval?" in capsys.readouterr().err

@@ -242,7 +242,7 @@ def test_explain_prints_what_a_device_holds_and_sends(run, name):
     share = MEGABYTES[name] * 4 / ranks / 2**20
     assert status == 0
     assert f"parameters {share:.1f}, gradients {share:.1f}, optimizer {2 * share:.1f}" in out
-    assert "reduce_scatter" in out and "all_gather" in out and "minimum" in out
+    assert "reduce_scatter" in out and "all_gather" in out and "published" in out
     assert {"gpt_fsdp": "full_shard (ZeRO-3), ", "fsdp_zero1": "shard_optimizer (ZeRO-1), "}.get(name, "") in out
 
 
