@@ -68,9 +68,9 @@ def test_what_holds_no_arrays_is_refused_with_what_to_give(tmp_path):
     for given, said in (
         (linen.Dense(3), "the Linen module Dense, which holds no arrays: give its variables"),
         (ax.DDP(Mixed(nnx.Rngs(0)), mesh), r"a DDP: call its state_dict\(\) in every process"),
-        (nnx.eval_shape(lambda: Mixed(nnx.Rngs(0))), "no arrays: layers/0/bias: a ShapeDtypeStruct; layers/0/kernel"),
+        (nnx.eval_shape(lambda: Mixed(nnx.Rngs(0))), "not arrays: layers/0/bias: a ShapeDtypeStruct; layers/0/kernel"),
         (np.ones(3), "arrays by name, not a ndarray"),
-        ({"a": {"b": None}, "c": "text", "d": object()}, "no arrays: a/b: a NoneType; c: a str; d: a object"),
+        ({"a": {"b": None}, "c": "text", "d": object()}, "not arrays: a/b: a NoneType; c: a str; d: a object"),
     ):
         with pytest.raises(TypeError, match=f"save_safetensors: .*{said}"):
             ax.save_safetensors(tmp_path / "it.safetensors", given)
