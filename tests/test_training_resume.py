@@ -108,7 +108,9 @@ def test_parts_that_a_step_gave_up_are_named_where_they_are_given_again(mesh, mo
     held = trainer.state
     trainer.step(BATCHES[0])
     now = trainer.state
-    named = r"these arrays of the state were \({}.*\) given to an earlier step, which reused .*its current trainer.state"
+    named = (
+        r"these arrays of the state were \({}.*\) given to an earlier step, which reused .*its current trainer.state"
+    )
     for part, name in (("variables", "variables/params/"), ("opt_state", "opt_state/0/")):
         with pytest.raises(ValueError, match=named.format(name)):
             trainer.train_step(replace(now, **{part: getattr(held, part)}), BATCHES[0])
