@@ -109,7 +109,7 @@ def test_no_gradient_flows_through_weights_and_metrics(mesh):
 
 
 REFUSED = {
-    "a vector": (lambda: jnp.ones(3), ValueError, r"shape \(3,\) as its loss.*mean over.*WeightedMean"),
+    "a vector": (lambda: jnp.ones(3), ValueError, r"shape \(3,\) as its loss.*reduce it.*WeightedMean"),
     "nothing": (lambda: None, TypeError, r"NoneType as its loss: return a scalar"),
     "a whole number": (lambda: jnp.sum(jnp.arange(3)), TypeError, r"dtype int.*real floating scalar"),
     "a complex number": (lambda: jnp.array(1j), TypeError, r"dtype complex.*real floating scalar"),
