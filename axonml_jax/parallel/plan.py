@@ -377,12 +377,17 @@ def checked_remat(remat: Any) -> tuple[Any, list[str]]:
     if is_one_of(remat, (None, "full", "selective")) or callable(getattr(remat, "choice", None)):
         return remat, []
     if isinstance(remat, Mapping):
-        from axonml_jax.parallel.recompute import Recompute
+        from axonml_jax.parallel.recompute import EVERYTHING, Recompute
 
-        return Recompute.of(remat), []
+        wrong = [
+            f"remat={{{unit!r}: {kept!r}}}: a unit's path says the list of labels that it keeps, or {EVERYTHING!r}"
+            for unit, kept in remat.items()
+            if not (isinstance(unit, str) and (is_one_of(kept, (EVERYTHING,)) or _are_names(kept)))
+        ]
+        return (remat, wrong) if wrong else (Recompute.of(remat), [])
     if callable(remat):
         return remat, []
-    rules = isinstance(remat, (list, tuple)) and bool(remat) and all(isinstance(each, str) for each in remat)
+    rules = _are_names(remat) and bool(remat)
     wrong = [f"remat: {each!r} is no regular expression" for each in remat if not _compiles(each)] if rules else []
     if rules:
         return tuple(remat), wrong
@@ -390,6 +395,10 @@ def checked_remat(remat: Any) -> tuple[Any, list[str]]:
         f"remat={remat!r} must be None, 'full', 'selective', regular expressions of the names or paths of what is kept, a "
         "policy of jax.checkpoint_policies, or what each unit keeps, as memory= chooses it"
     ]
+
+
+def _are_names(given: Any) -> bool:
+    return isinstance(given, (list, tuple)) and all(isinstance(each, str) for each in given)
 
 
 def _compiles(rule: str) -> bool:
