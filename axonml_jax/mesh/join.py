@@ -75,7 +75,7 @@ class Talk:
 
     Both sides begin with a greeting: a random number. Every line after that carries an HMAC of its message, of the side that
     says it and of how many lines that side has said, under a key made of the token, the subject and both numbers. So a line
-    counts once, in its place: recorded, it means nothing in another conversation, later in this one, or to who has said it.
+    counts once, in its place: recorded, it means nothing in another conversation, later in this one, or to its sender.
 
     Args:
       token: the job's; an empty one seals nothing off, as everybody knows it.
@@ -301,7 +301,7 @@ def _wait_for_others(client, process_id: int, num_processes: int) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Do all processes say the same? What differs is told in words, with the processes on each side.
+# Do all processes say the same? What differs is described, with the processes on each side.
 # --------------------------------------------------------------------------------------------------
 
 TIMEOUT = 600.0
@@ -444,7 +444,7 @@ def _unpacked(text: str) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# Whoever calls at a listening socket: those who say one line of this job's are heard, all others ignored and told of.
+# Whoever calls at a listening socket: those who say one line of this job's are heard, all others ignored and reported.
 #
 # Nothing here waits: a caller that is silent, sends half a line, or sends without end holds up nobody else.
 # --------------------------------------------------------------------------------------------------

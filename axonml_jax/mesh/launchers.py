@@ -37,7 +37,7 @@ class LaunchEnvironment:
     """The place of one process in a launched job.
 
     Attributes:
-      launcher: who says so: a name of `LAUNCHERS`, or another of those that `World.launcher` has.
+      launcher: what described the job: a name of `LAUNCHERS`, or another value of `World.launcher`.
       coordinator: `host:port` of process 0.
       num_processes: processes in the job.
       process_id: which this is.
@@ -393,7 +393,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
 
 
 # --------------------------------------------------------------------------------------------------
-# Counts of processes and machines that no reader takes: whoever runs alone beside one of them does so by mistake.
+# Counts of processes and machines that no launcher of the table has: a process that is alone beside one is so by mistake.
 # --------------------------------------------------------------------------------------------------
 
 _COUNTS = ("PET_NNODES", "NNODES", "NUM_NODES", "MEGASCALE_NUM_SLICES", "PALS_LOCAL_SIZE", "AZUREML_NODE_COUNT")

@@ -781,7 +781,7 @@ class Watchdog:
             self._rank, self._size, "; ".join(why), error, own=said, others=others, steps=steps
         )
         lost = isinstance(error, jax.errors.JaxRuntimeError)  # most likely a connection
-        ends = self._ends() if lost else []  # who dies by an error says so before
+        ends = self._ends() if lost else []  # a process that dies by an error says so first
         if write(why, *ends) and lost and not ends:
             time.sleep(_MISSED)
             if ends := self._ends(heard):

@@ -22,7 +22,7 @@ from axonml_jax.mesh.axes import AXES, AxisNames, as_axes, flat_axes
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.simulate import fake_devices, requested_devices
 
-if TYPE_CHECKING:  # imported by who calls a collective eagerly
+if TYPE_CHECKING:  # imported when a collective is called eagerly
     from axonml_jax.mesh.ranks import Board, Engine, Program
 
 # --------------------------------------------------------------------------------------------------

@@ -43,12 +43,12 @@ class Price(NamedTuple):
 
     Attributes:
       keep: labels of what is kept; None: whatever the backward reads, as without recomputation.
-      kept: bytes that stay on the device from the forward to the backward; less what it is given, where that is sent away.
+      kept: bytes that stay on the device from the forward to the backward; less the inputs that are sent to the host.
       fullest: peak bytes of the backward beside them, recomputed values and those back from the host included.
       flops: FLOPs of products that are done twice.
       seconds: of all that is done twice, and of reading and writing what is sent to the host.
       host: labels of what is kept in the host's memory.
-      away: bytes that stay there.
+      away: bytes that are kept there.
     """
 
     keep: frozenset[str] | None
@@ -318,7 +318,7 @@ EXCHANGES = 2
 """Rounds in which neighbours of the best sets are tried."""
 
 MOST_LABELS = 16
-"""So many of the largest values are told apart; the others are kept or not all together."""
+"""Number of the largest values that are chosen one by one; the others are kept all together or not at all."""
 
 
 def front(graph: Graph, rates: Rates, *, plain: bool) -> list[Price]:

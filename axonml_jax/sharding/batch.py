@@ -169,8 +169,8 @@ class BatchLayout:
           mesh: a mesh of these degrees.
 
         Returns:
-          Global arrays, `marked`; each process has moved only the parts that its devices hold. None shares memory with an array
-          of NumPy, which may be filled again at once; devices other than CPUs may still be reading it.
+          Global arrays, `marked`; each process has moved only the parts that its devices hold. On CPU none shares memory with a
+          NumPy array, which may be written at once; other devices may still be reading it.
 
         Raises:
           TypeError: for shapes in the place of arrays.
