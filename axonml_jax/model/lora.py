@@ -444,7 +444,7 @@ class LoraFunctional(Functional):
 
     def __init__(self, base: Functional, shapes: Variables, adapters: Mapping[str, Adapter]):
         self._base, self._shapes, self._adapters = base, shapes, adapters
-        self.param_prefix, self.order = base.param_prefix, base.order
+        self.param_prefix, self.order, self.users_meshes = base.param_prefix, base.order, base.users_meshes
         if self.order is not None:
             places = {path: (*self.order[n], 0) for n, own in adapters.items() for path in own.added}
             self.order = {**self.order, **places}

@@ -212,14 +212,19 @@ def _new_name(name: str, rename: Rename) -> str | None:
 def safetensors_files(path: Path) -> list[Path]:
     """The files that a path means: itself, those of an index, or of the folder.
 
+    Of several indices in a folder, as of variants, `model.safetensors.index.json` is the one.
+
     Raises:
       FileNotFoundError: when there is none, or not all that an index names.
-      ValueError: for an index that is none, or names files outside its folder. Links are followed: Hugging Face's cache is made
-        of them.
+      ValueError: for a folder with several indices, none of them so called; or an index that is none, or names files outside
+        its folder. Links are followed: Hugging Face's cache is made of them.
     """
     if path.is_dir():
         indices = sorted(path.glob("*" + _INDEX))
-        return safetensors_files(indices[0]) if indices else _some(path.glob("*.safetensors"), path)
+        indices = [each for each in indices if each.name == INDEX] or indices
+        if len(indices) > 1:
+            raise ValueError(f"{path} has several indices: give one of {', '.join(each.name for each in indices)}")
+        return _indexed(indices[0]) if indices else _some(path.glob("*.safetensors"), path)
     return _indexed(path) if path.name.endswith(_INDEX) else _some([path], path)
 
 
