@@ -329,7 +329,7 @@ def seed(n: int) -> "jax.Array":
 
 
 def _place() -> tuple[int, int]:
-    """This process's rank and the number of processes; does not start JAX's devices."""
+    """This process's rank and the number of processes; in a job that was joined this starts JAX's devices."""
     thread = threading.current_thread()
     if hasattr(thread, "rank"):  # a rank of `spawn` (mesh/world.py)
         return thread.rank, thread.world_size  # pyright: ignore[reportAttributeAccessIssue]
