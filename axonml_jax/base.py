@@ -48,8 +48,7 @@ def is_array(x: Any) -> bool:
 def host_arrays(tree: PyTree) -> PyTree:
     """Replace tensors of other frameworks (PyTorch, TensorFlow: anything with `__array__`) by NumPy arrays.
 
-    Arrays of the other byte order, which JAX does not know, are in this machine's.
-    Gradients that PyTorch would follow are left behind.
+    Arrays of the other byte order, which JAX does not know, become this machine's. Tensors that require gradients are detached.
     """
     import jax
 
@@ -93,11 +92,11 @@ def refuse_not_held(leaves: dict[str, Any], *, keys: bool = True) -> None:
 
     Args:
       leaves: by path.
-      keys: whether typed keys of JAX are taken.
+      keys: whether JAX's typed random keys are accepted.
 
     Raises:
-      TypeError: naming every leaf that is not made of numbers, has masked values, or whole numbers of 64 bits that are others
-        in 32.
+      TypeError: naming every leaf that is not made of numbers, has masked values, or has 64-bit integers that do not fit 32
+        bits, where JAX has no others.
     """
     if wrong := [f"  {name or 'batch'}: {why}" for name, leaf in leaves.items() if (why := _not_held(leaf, keys))]:
         raise TypeError(
@@ -284,7 +283,7 @@ class Lossy(io.FileIO):
     """An output stream that may fail: what a full or failing disk does not take is lost, with one message and no error.
 
     Attributes:
-      asks: where the reader has gone, ask this process to end by SIGTERM, once and where it listens, in the place of an error.
+      asks: whether this process gets a SIGTERM (once, and only if it handles it) when the reader has gone, instead of an error.
     """
 
     asks = told = _asked = False
@@ -330,7 +329,7 @@ def seed(n: int) -> "jax.Array":
 
 
 def _place() -> tuple[int, int]:
-    """This process's rank and the number of processes; does not start JAX's devices."""
+    """This process's rank and the number of processes; in a job that was joined this starts JAX's devices."""
     thread = threading.current_thread()
     if hasattr(thread, "rank"):  # a rank of `spawn` (mesh/world.py)
         return thread.rank, thread.world_size  # pyright: ignore[reportAttributeAccessIssue]
@@ -446,7 +445,7 @@ def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], left: int, spa
       header: names of the columns.
       rows: cells.
       left: number of columns that hold words.
-      spare: columns that a terminal narrower than the table does without, the first of them first.
+      spare: columns that are left out, in this order, where the terminal is narrower than the table.
     """
     widths = [max(len(cell) for cell in column) for column in zip(header, *rows, strict=True)]
     every, shown, width = (
@@ -539,7 +538,7 @@ AXIS_SYNONYMS: dict[str, str] = {
     "mp": "tensor",
     "model": "tensor",
 }
-"""Axes of a mesh."""
+"""Other names of mesh axes, and the library's."""
 
 CHOICES: dict[str, dict[str, str]] = {
     "dtype": {
@@ -582,7 +581,7 @@ CHOICES: dict[str, dict[str, str]] = {
     },
     "hardware": {"v5litepod": "v5e", "v5_lite": "v5e", "trillium": "v6e"},
 }
-"""Values by the setting that takes them; spelt as `_plain` does."""
+"""Other names of values, spelt as `_plain` does, and the library's, by the setting that takes them."""
 
 KEYS: dict[str, str] = {
     "lr": "learning_rate",
@@ -615,7 +614,7 @@ KEYS: dict[str, str] = {
     "intermediate_size": "mlp_hidden_size",
     "activation_checkpointing": "remat",
 }
-"""Keys of a configuration by the last part of their name."""
+"""Other names of configuration keys, and the last part of the library's."""
 
 SAME_KEYS: dict[str, str] = {
     "pipeline.microbatches": "pipeline.num_microbatches",
@@ -624,7 +623,7 @@ SAME_KEYS: dict[str, str] = {
     "plan.mixed_precision": "plan.precision",
     "plan.reduce": "plan.reduce_wire",
 }
-"""Keys of a configuration by other names that Python has for them, or that they had: taken as what they are."""
+"""Names of configuration keys in the Python API, and former ones, and the keys that they are accepted for."""
 
 SECTIONS: dict[str, str] = {
     "optimizer": "optim",
@@ -637,7 +636,7 @@ SECTIONS: dict[str, str] = {
     "checkpoints": "checkpoint",
     "checkpointing": "checkpoint",
 }
-"""Sections of a configuration."""
+"""Other names of sections of a configuration, and the library's."""
 
 NO_AXIS: dict[str, str] = {
     "sp": "sequence parallelism lies along 'tensor': give that axis, and sequence_parallel=True to the layers; whole models "

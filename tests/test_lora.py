@@ -8,11 +8,13 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.base import named_leaves
+from axonml_jax.model.view import functionalize
 from axonml_jax.models.config import ExpertsConfig, TransformerConfig
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.parallel.plan import Partition
@@ -407,3 +409,54 @@ def test_matrices_that_are_named_for_no_match_are_those_that_can_be_adapted():
         ax.DDP(ax.lora(Convolved(nnx.Rngs(0)), rank=2, targets="nowhere"))
     adapted = ax.DDP(ax.lora(Convolved(nnx.Rngs(0)), rank=2, targets=r"conv/kernel|head/kernel"))
     assert {"conv/kernel_lora_a", "head/kernel_lora_a"} <= adapted.state_dict().keys()
+
+
+class Holder(nnx.Pytree):
+    """Holds a layer without being a module."""
+
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(4, 4, use_bias=False, param_dtype=jnp.float64, rngs=rngs)
+
+
+class SharedAndHeld(nnx.Module):
+    """A layer that is named last and read first, and one in a pytree that is no module."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.later = nnx.Linear(4, 4, use_bias=False, param_dtype=jnp.float64, rngs=rngs)
+        self.holder = Holder(rngs)
+        self.again = self.later
+
+    def __call__(self, x):
+        return self.again(self.holder.inner(self.later(x)))
+
+
+def test_layers_that_are_shared_or_held_outside_of_modules_get_adapters_and_have_a_place_in_the_order():
+    given = ax.lora(SharedAndHeld(), rank=2, targets="kernel")
+    view, variables = functionalize(given)
+    assert set(named_leaves(variables.params)) == {
+        f"{path}/kernel_lora_{factor}" for path in ("again", "holder/inner") for factor in "ab"
+    }
+    assert view.order["again/kernel"] == view.order["later/kernel"] < view.order["holder/inner/kernel"]
+    x = np.random.default_rng(3).normal(size=(4, 4))
+    squares = lambda model, x: jnp.mean(jnp.square(model(x) - 1))
+    assert_equals_single_device(given, squares, x, ax.Plan(), mesh=mesh_of(data=2), steps=2)
+
+
+def test_a_model_with_adapters_places_arrays_over_the_mesh_on_which_it_was_given():
+    class Places(nnx.Module):
+        def __init__(self):
+            self.inner = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return jax.lax.with_sharding_constraint(self.inner(x), P("rows", None))
+
+    users = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    model = Places()
+    nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(users, P())))
+    squares = lambda model, x: jnp.mean(jnp.square(model(x)))
+    losses = [
+        ax.DDP(given, mesh_of(data=2)).trainer(optax.sgd(0.1), squares).step(np.ones((4, 4), np.float32))["loss"]
+        for given in (model, ax.lora(model, rank=2, targets="kernel"))
+    ]
+    assert losses[0] == losses[1]

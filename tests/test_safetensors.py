@@ -1,5 +1,6 @@
 """Arrays by name in `safetensors` files: what may be given to be written, and names mapped on the way."""
 
+import json
 import os
 import sys
 
@@ -30,6 +31,17 @@ def test_names_are_mapped_on_the_way(tmp_path):
         ax.load_safetensors(file, rename={"b.w": "a.w"})
     with pytest.raises(FileNotFoundError, match="no safetensors file at"):
         ax.load_safetensors(tmp_path / "none")
+
+
+def test_of_several_indices_in_a_folder_the_usual_one_is_read_and_none_is_chosen_by_chance(tmp_path):
+    for stem, value in (("model.fp16", 1.0), ("model", 2.0)):
+        ax.save_safetensors(tmp_path / f"{stem}-1.safetensors", {"w": np.full(3, value, np.float32)})
+        index = tmp_path / f"{stem}.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": {"w": f"{stem}-1.safetensors"}}))
+    assert_same(ax.load_safetensors(tmp_path), {"w": np.full(3, 2.0, np.float32)})
+    index.rename(tmp_path / "model.bf16.safetensors.index.json")
+    with pytest.raises(ValueError, match=r"has several indices: give one of model\.bf16\.\S+, model\.fp16\."):
+        ax.load_safetensors(tmp_path)
 
 
 class Mixed(nnx.Module):

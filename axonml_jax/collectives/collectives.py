@@ -575,7 +575,7 @@ def summed(x: jax.Array, scope: Scope) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _extreme(x, scope: Scope, op: ReduceOp):
-    """MIN or MAX over the members. JAX gives pmin and pmax no derivative; this one has a linear one, so that it transposes."""
+    """MIN or MAX over the members. JAX gives pmin and pmax no derivative; the JVP here is linear, so that it transposes."""
     reduce = jax.lax.pmin if op is ReduceOp.MIN else jax.lax.pmax
     if scope.members is None:
         best = reduce(x, scope.axes)

@@ -33,7 +33,7 @@ from axonml_jax.mesh.world import ProcessGroup
 
 
 class JoinStopped(RuntimeError):
-    """A rank has run out of batches, and the others were told to stop there."""
+    """Raised in every rank of `join(throw_on_early_termination=True)` when one has run out of batches before another."""
 
 
 class join:
@@ -240,8 +240,8 @@ def _is_unicode(text: str) -> bool:
 def send(x: ArrayLike, dst: int, group: Group) -> None:
     """Give x to the rank at position `dst`, which calls `recv`; return once it has it.
 
-    Messages between two ranks arrive in the order sent. Two ranks that both send first are told so by an error: let one
-    of them receive first, or exchange with `send_recv`.
+    Messages between two ranks arrive in the order sent. Two ranks that both send first get an error: let one of them
+    receive first, or exchange with `send_recv`.
 
     Args:
       x: an array, of any shape and dtype.

@@ -647,7 +647,7 @@ class GradientSynchronizer:
 
 
 class SumError(TypeError):
-    """A gradient is summed over an axis twice, or not at all, or added to one that is summed over others; while tracing."""
+    """Raised in tracing when a gradient is summed over an axis twice or never, or is added to one that lacks other sums."""
 
 
 @jax.tree_util.register_pytree_node_class
@@ -655,8 +655,8 @@ class SumError(TypeError):
 class Partial:
     """One rank's part of a gradient.
 
-    What it knows is static: it costs nothing in a program, loops carry it, and it knows it with `check_vma=False` too, where
-    JAX's own types are silent.
+    `lacking` is static: it costs nothing in a program, loops carry it, and it is known with `check_vma=False` too, where arrays
+    have no varying type.
 
     Attributes:
       value: the array.
@@ -674,7 +674,11 @@ class Partial:
     lacking: frozenset[AxisNames]
 
     def summed(self, axis: AxisNames, total: jax.Array) -> "Partial":
-        """Replaces the value by its sum over an axis; where ranks have nothing to sum along it, `total` is the value itself."""
+        """Replaces the value by its sum over an axis; where ranks have nothing to sum along it, `total` is the value itself.
+
+        Raises:
+          SumError: when no sum over the axis is lacking.
+        """
         if axis not in self.lacking:
             raise SumError(f"a gradient is summed over {axis!r} already: it lacks sums over {_named(self.lacking)}")
         return Partial(total, self.lacking - {axis})
@@ -688,7 +692,11 @@ class Partial:
         return Partial(self.value + other.value, self.lacking)
 
     def taken(self, lacking: Collection[AxisNames] = ()) -> jax.Array:
-        """Returns the array; exactly these sums must be lacking."""
+        """Returns the array, which must lack exactly these sums.
+
+        Raises:
+          SumError: when it lacks others.
+        """
         if self.lacking != frozenset(lacking):
             allowed = _named(frozenset(lacking))
             raise SumError(

@@ -186,7 +186,7 @@ def joined_over(axes: tuple[str, ...]) -> Iterator[None]:
 def joined_ranks() -> tuple[str, ...]:
     """The axes over which this code's microbatch is split among ranks that train one model; none outside `shard_map`.
 
-    Inside `shard_map`, but under no plan that says which, those of the library's axes that split rows or positions.
+    Inside `shard_map` without `joined_over`, the bound ones of the library's axes that split rows or positions.
     """
     if (axes := _JOINED.value) is None:
         there = manual_axes()
@@ -280,8 +280,8 @@ def scatter_along(
     Args:
       x: [..., n*d, ...], or [..., n, d, ...] untiled.
       axes: bound mesh axes.
-      dim: the dim that is split; untiled, the one that goes.
-      tiled: whether the dim stays.
+      dim: the dim that is split; untiled, the dim n that is removed.
+      tiled: whether the result keeps the dim.
       among: groups of ranks.
 
     Communicates: one reduce-scatter.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 RUN_ID = "AXONML_JAX_RUN_ID"
-"""The variable that says which launch this process is of; the launcher's guard, which sees no package, says it anew."""
+"""The variable with the id of this process's launch; the launcher's guard, which imports nothing, repeats the name."""
 
 # --------------------------------------------------------------------------------------------------
 # What the launcher hands to a process: memory that stays when the process has ended, as open files without a name.
@@ -17,13 +17,13 @@ RUN_ID = "AXONML_JAX_RUN_ID"
 # --------------------------------------------------------------------------------------------------
 
 MEMORY = "AXONML_JAX_MEMORY"
-"""The variable that says which file is whose."""
+"""The environment variable with the descriptors of these files (`Handed.text`)."""
 
 NAME = "axonml_jax state"
-"""How the names begin that the kernel shows for these files."""
+"""Prefix of the names that the kernel shows for these files."""
 
 GENERATIONS = 2
-"""Copies of one process's state: the newest whole one stays while another is written."""
+"""Copies of one process's state: the newest complete one stays while another is written."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Handed:
 
 
 def handed(environ: Mapping[str, str] = os.environ) -> Handed | None:
-    """Descriptors that this process was given; None without a restarting launcher, and if the variable alone was inherited."""
+    """The launcher's files for this process; None without a restarting launcher, or if the variable alone was inherited."""
     text = environ.get(MEMORY)
     found = Handed.parse(text) if text else None
     return found if found is not None and all(map(_is_handed, found.all)) else None

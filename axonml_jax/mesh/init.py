@@ -71,7 +71,7 @@ def init(
     """Join the launched job, or make a world of this process's devices if there is none.
 
     The job is described by the arguments or, where they are None, by Ray Train, by the launch variables of any launcher of
-    `axonml_jax.mesh.launchers`, or on a cloud TPU by JAX; whoever is believed is `World.launcher`. A job that somebody else has
+    `axonml_jax.mesh.launchers`, or on a cloud TPU by JAX; `World.launcher` says by which. A job that somebody else has
     joined (`jax.distributed.initialize`) is taken as it is. On CPU each process has one device unless `jax_num_cpu_devices`
     says otherwise, and talks over gloo.
 
@@ -80,7 +80,8 @@ def init(
       coordinator: `host:port` of process 0.
       num_processes: number of processes; 1: this one alone, whatever variables say (so does `AXONML_JAX_ALONE=1`).
       process_id: which this is, from 0.
-      local_device_ids: the GPUs of this process; None: the one with its local rank where several share a host and see the same.
+      local_device_ids: the GPUs of this process; None: the one with its local rank where several processes of a host see the
+        same GPUs, else all that it sees.
       timeout: seconds to wait for the other processes, here and at later eager group calls.
 
     Returns:
@@ -246,8 +247,8 @@ def _join(launch, local_device_ids, timeout):
 def own_gpu(launch: LaunchEnvironment, environ: Mapping[str, str]) -> list[int] | None:
     """The index of the GPU that belongs to this process alone; None if it uses all that it sees.
 
-    Several processes of a host that see the same GPUs take one each, by local rank. What an engine gave a process it keeps:
-    one GPU, or several.
+    Several processes of a host that see the same GPUs take one each, by local rank. A process keeps all the GPUs that Ray,
+    Slurm (per task), `JAX_LOCAL_DEVICE_IDS` or a `CUDA_VISIBLE_DEVICES` with one GPU have assigned to it.
 
     >>> own_gpu(LaunchEnvironment("torchrun", "a:1", 4, 3, 1, 2), {"CUDA_VISIBLE_DEVICES": "4,5"})
     [1]

@@ -40,7 +40,7 @@ TOKEN = "AXONML_JAX_TOKEN"
 """The secret that all launchers and processes of a job share."""
 
 TOKEN_FILE = "AXONML_JAX_TOKEN_FILE"
-"""A file that holds it, in the place of the variable."""
+"""The variable with the path of a file that holds the secret, instead of `TOKEN`."""
 
 _GREETING = re.compile(rb"axonml-jax ([0-9a-f]{32})\n?")
 _GREETING_BYTES = 44
@@ -52,7 +52,7 @@ def job_token(environ: Mapping[str, str] = os.environ) -> bytes:
 
     Raises:
       ValueError: for a file that cannot be read, is empty, or that others may read or write, or for both variables at once.
-        The token is in no message.
+        No message shows the token.
     """
     given, path = environ.get(TOKEN, ""), environ.get(TOKEN_FILE, "")
     if given and path:
@@ -75,7 +75,7 @@ class Talk:
 
     Both sides begin with a greeting: a random number. Every line after that carries an HMAC of its message, of the side that
     says it and of how many lines that side has said, under a key made of the token, the subject and both numbers. So a line
-    counts once, in its place: recorded, it means nothing in another conversation, later in this one, or to who has said it.
+    counts once, in its place: recorded, it means nothing in another conversation, later in this one, or to its sender.
 
     Args:
       token: the job's; an empty one seals nothing off, as everybody knows it.
@@ -184,7 +184,7 @@ def _own_file(path: Path) -> bytes:
 # --------------------------------------------------------------------------------------------------
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
-"""PyTorch's variable for the network interface; it wins."""
+"""PyTorch's variable for the network interface, which is used where it is set."""
 
 
 def use_route_to(host: str, port: int) -> None:
@@ -301,7 +301,7 @@ def _wait_for_others(client, process_id: int, num_processes: int) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Do all processes say the same? What differs is told in words, with the processes on each side.
+# Do all processes say the same? What differs is described, with the processes on each side.
 # --------------------------------------------------------------------------------------------------
 
 TIMEOUT = 600.0
@@ -317,10 +317,10 @@ def unlike(said: Mapping[str, str], devices: Iterable[Any], what: str, lines: Se
     """Describe what differs between the values of the devices' processes, the same in all; each must call it equally often.
 
     Args:
-      said: by this process, the most telling first.
-      devices: whose processes compare.
-      what: is compared.
-      lines: of its program, if it says one.
+      said: what this process has, by name, the most telling first.
+      devices: the devices whose processes compare.
+      what: names what is compared, in the error.
+      lines: the lines of its program, if it is among `said`.
 
     Raises:
       TimeoutError: naming the processes that did not come.
@@ -349,14 +349,15 @@ def differences(
 ) -> list[str]:
     """Describe what differs between processes, the same in all.
 
-    Only a digest travels where nothing does; of processes that say the same one speaks for all.
+    Where nothing differs only digests are sent; else one process sends its values for all that have the same ones.
 
     Args:
-      said: by this process, the most telling first.
-      lines: of its program, of which the first that differs is told.
+      said: what this process has, by name, the most telling first.
+      lines: the lines of its program; the first that differs is described.
       where: a name for this comparison, used once.
-      processes: that compare, and `me` among them.
-      what: is compared, for the error.
+      processes: the processes that compare.
+      me: this one of them.
+      what: names what is compared, in the error.
 
     Raises:
       TimeoutError: naming the processes that did not come.
@@ -443,7 +444,7 @@ def _unpacked(text: str) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# Whoever calls at a listening socket: those who say one line of this job's are heard, all others ignored and told of.
+# Whoever calls at a listening socket: those who say one line of this job's are heard, all others ignored and reported.
 #
 # Nothing here waits: a caller that is silent, sends half a line, or sends without end holds up nobody else.
 # --------------------------------------------------------------------------------------------------
@@ -491,7 +492,7 @@ class Callers:
         return [self._server, *self._visits]
 
     def pump(self) -> list[tuple[socket.socket, Talk, dict]]:
-        """Yield each caller whose line has arrived since the last call, its `Talk` and its message; the receiver hangs up."""
+        """Returns each caller whose line has arrived since the last call, its `Talk` and its message; the receiver hangs up."""
         self._accept()
         heard = []
         for caller in readable(self._visits, 0):

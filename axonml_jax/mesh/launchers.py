@@ -1,7 +1,7 @@
 """Detects the launcher of this process: a table of launchers, with the variables that each sets and what they mean.
 
-It is read without touching JAX. Who is in no table, or says too little, is an error that names the variables: a process never
-trains alone by mistake.
+It is read without touching JAX. Variables of several processes that fit no launcher of the table, or are incomplete, are an
+error that names them: a process never trains alone by mistake.
 """
 
 import itertools
@@ -22,10 +22,10 @@ from axonml_jax.mesh.environment import RUN_ID
 from axonml_jax.mesh.join import host_port, in_a_job, outward_address
 
 ALONE = "AXONML_JAX_ALONE"
-"""Set to 1, this process is no part of any job, whatever other variables say: for array jobs that sweep."""
+"""The variable that, set to 1, makes this process no part of any job, whatever others say: for array jobs that sweep."""
 
 PORT = 29500
-"""torchrun's, where the machines agree on an address and nobody says a port."""
+"""torchrun's default port, for launchers that give the address of process 0 but no port."""
 
 Variables = Mapping[str, str]
 Said = str | Callable[[Variables], int | None]
@@ -37,7 +37,7 @@ class LaunchEnvironment:
     """The place of one process in a launched job.
 
     Attributes:
-      launcher: who says so: a name of `LAUNCHERS`, or another of those that `World.launcher` has.
+      launcher: what described the job: a name of `LAUNCHERS`, or another value of `World.launcher`.
       coordinator: `host:port` of process 0.
       num_processes: processes in the job.
       process_id: which this is.
@@ -65,7 +65,7 @@ class Address:
     Attributes:
       host: the variable with a host, with `host:port`, or with a list of hosts.
       port: the variable with the port, the port itself, or how it follows.
-      first: the host in what the variable says.
+      first: extracts the host from the variable's value.
       default: the port where that variable is not set.
     """
 
@@ -256,8 +256,8 @@ class Launcher:
       addresses: where process 0 is; the first that says it.
       asks: the variables to name where none says it.
       local_rank, local_size: the same as `rank` and `size`, on this host.
-      innermost: whether it has started this process itself. One of one process ends the search then; of the others it says
-        only that somebody else may have started several on this machine.
+      innermost: whether it has started this process itself: with a size of 1 the process is alone. A size of 1 of any other
+        launcher may be one allocation, in which a launcher further down has started several processes.
     """
 
     name: str
@@ -393,7 +393,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
 
 
 # --------------------------------------------------------------------------------------------------
-# Counts of processes and machines that no reader takes: whoever runs alone beside one of them does so by mistake.
+# Counts of processes and machines that no launcher of the table has: a process that is alone beside one is so by mistake.
 # --------------------------------------------------------------------------------------------------
 
 _COUNTS = ("PET_NNODES", "NNODES", "NUM_NODES", "MEGASCALE_NUM_SLICES", "PALS_LOCAL_SIZE", "AZUREML_NODE_COUNT")

@@ -29,7 +29,7 @@ def order_devices(sizes: tuple[int, ...], devices: Sequence[Any] | None = None) 
 
     Args:
       sizes: the degrees of the mesh, outermost first.
-      devices: as many; None: all.
+      devices: as many devices as the degrees multiply to; None: all.
 
     Raises:
       ValueError: when the slices cannot be split over the outermost axes.

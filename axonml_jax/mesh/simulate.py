@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 # --------------------------------------------------------------------------------------------------
 
 SWITCH = "AXONML_JAX_KEEP_MEMORY"
-"""The environment variable that turns it off, as `0`."""
+"""The environment variable that turns keeping off, as `0`."""
 SECONDS_BETWEEN = 10.0
-"""How often the bound is looked at."""
+"""Seconds between two checks of the bound on kept memory."""
 
 # malloc.h: no mapping of its own for a large block; nothing given back below 2 GiB at the heap's end (the largest number
 # that glibc takes); one heap, as the heaps of further threads cannot hold blocks above 64 MiB.
@@ -114,7 +114,7 @@ def pool_threads(devices: int, processes: int = 1) -> dict[str, str]:
 
     XLA has a thread per core. Processes that share a machine get their part of the cores each, as torchrun sets
     OMP_NUM_THREADS; whoever set NPROC keeps it. But before jax 0.12 collectives wait in these threads, and with fewer than
-    two per device a program hangs until it is aborted: there it becomes so many at least.
+    two per device a program hangs until it is aborted: there NPROC becomes at least two per device.
 
     Args:
       devices: of this process.

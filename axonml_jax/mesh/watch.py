@@ -79,12 +79,12 @@ _LEAST = 0.25
 
 @dataclass(frozen=True)
 class Pace:
-    """The mean time per step of a rank's newest steps, and its parts.
+    """The mean time per step of a rank's newest steps, and its parts, in seconds.
 
     Attributes:
-      step: the newest of them.
-      steps: how many they are.
-      wall: from one to the next; alike in all ranks.
+      step: number of the newest step.
+      steps: how many steps the mean is taken of.
+      wall: from the end of one step to that of the next; alike in all ranks.
       late: its devices had no work, because it had not handed the step over.
       data: part of `late` in which it waited for its batch.
       stopped: it did not run while its devices had work.
@@ -190,9 +190,9 @@ class Said:
       count: how often it has said something.
       begun, done: the newest step that it has dispatched, and the newest that its devices have finished.
       at: where its main thread is.
-      doing: what that does for long, as "compiling"; empty: nothing of the kind.
-      marks: how often it has got on while doing it.
-      still: seconds since it last got on.
+      doing: what the main thread does for long, as "compiling"; empty: nothing of the kind.
+      marks: how often `Watchdog.moved` was called meanwhile.
+      still: seconds since the last progress.
       pace: what its newest steps took (see `Pace`).
     """
 
@@ -219,7 +219,7 @@ class Standstill:
       text: in words.
       missing: the ranks that the others wait for; empty: nobody is behind.
       alike: what all are doing for long, where nobody is behind; else empty.
-      speaker: the rank that tells people, lest all say the same.
+      speaker: the one rank that reports it, lest all say the same.
     """
 
     text: str
@@ -329,9 +329,10 @@ class FlightRecord:
     """Writes `flight-rank{r}.json` into a folder when its job dies.
 
     Args:
-      folder: of the run.
-      about: plain values to write beside.
-      collectives: those of the step's program, in order, as plain values; called when the record is written, and only then.
+      folder: the run's.
+      about: further plain values for the record.
+      collectives: returns the collectives of the step's program, in order, as plain values; called only when the record is
+        written.
     """
 
     def __init__(
@@ -370,7 +371,7 @@ class FlightRecord:
           parts: what else is known, as plain values.
 
         Returns:
-          Whether it came to an end in time.
+          False when writing still hangs then; True also when it has failed.
         """
         found = {"rank": rank, "size": size, "why": why, **parts}
         writing = threading.Thread(target=self._write, args=(rank, found, error), name="flight record", daemon=True)
@@ -595,9 +596,9 @@ class Watchdog:
 
     Args:
       timeout: seconds without any progress of this process after which it looks for the culprit and ends; None: it never ends.
-      warning: seconds after which it looks for the culprit and says who it is, once a standstill, in one process; then also
-        when it goes on. Nothing is said while all ranks compile, or do alike what `doing` tells of, and where nobody is
-        behind only after twice the longest step so far. None: it does not warn.
+      warning: seconds without progress after which one process names the culprit, once per standstill, and later reports that
+        the job goes on. While all ranks compile, or are equally far in one `doing`, no warning comes; where no rank is behind,
+        it comes only after twice the longest step so far. None: it does not warn.
       end: what to do with the report; None prints it to standard error and ends this process.
       warn: what to do with a warning; None hands it to the library's logger.
       record: what to write when the job dies, by an error here or in another process that can still say so, or because it
@@ -667,7 +668,7 @@ class Watchdog:
         return self._times.drawing(batches)
 
     def slowest(self) -> dict[str, float]:
-        """In process 0, while a rank slows the others down, its number and its times the others' median; else empty."""
+        """In process 0, while a rank slows the others down, its number and its own time over the others' median; else empty."""
         return {"slow_rank": self._slow[0].rank, "slow_rank_times": round(self._slow[0].times, 2)} if self._slow else {}
 
     def moved(self) -> None:
@@ -780,7 +781,7 @@ class Watchdog:
             self._rank, self._size, "; ".join(why), error, own=said, others=others, steps=steps
         )
         lost = isinstance(error, jax.errors.JaxRuntimeError)  # most likely a connection
-        ends = self._ends() if lost else []  # who dies by an error says so before
+        ends = self._ends() if lost else []  # a process that dies by an error says so first
         if write(why, *ends) and lost and not ends:
             time.sleep(_MISSED)
             if ends := self._ends(heard):

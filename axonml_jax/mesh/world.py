@@ -22,7 +22,7 @@ from axonml_jax.mesh.axes import AXES, AxisNames, as_axes, flat_axes
 from axonml_jax.mesh.shape import make_mesh
 from axonml_jax.mesh.simulate import fake_devices, requested_devices
 
-if TYPE_CHECKING:  # imported by who calls a collective eagerly
+if TYPE_CHECKING:  # imported when a collective is called eagerly
     from axonml_jax.mesh.ranks import Board, Engine, Program
 
 # --------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ class ProcessGroup:
     def send(self, value: Any, dst: int, *, shift: Callable[..., Any]) -> None:
         """Send `value` to a member, which must call `recv`. Returns when it has arrived.
 
-        Both meet, so two ranks that first send to each other are told so at once instead of waiting for ever.
+        Both meet, so two ranks that first send to each other get an error at once instead of waiting for ever.
 
         Args:
           value: tree of arrays.
@@ -250,7 +250,7 @@ def as_ranks(ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What carries the messages: gloo (CPU processes), NCCL (GPU), the TPU's own network (simulated: mock, in world.py).
+# What carries the messages: gloo (CPU processes), NCCL (GPU), the TPU's own network; simulated devices need none.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -367,7 +367,7 @@ class World:
       num_processes: number of processes (threads of `spawn` count as processes).
       process_index: which of them this is.
       local_rank: which process of its host this is.
-      launcher: who was believed about it: `torchrun` (and `axonml-jax launch`), `slurm`, `ray` or another launcher,
+      launcher: what described the job: `torchrun` (and `axonml-jax launch`), `slurm`, `ray` or another launcher,
         `arguments`, `jax.distributed.initialize`, or `alone`.
     """
 
@@ -485,7 +485,11 @@ class MockBackend(Backend):
 
 
 def local_world(backend: Backend, local_rank: int, timeout: float) -> World:
-    """The world of a backend, seen from this process."""
+    """The world of a backend, seen from this process.
+
+    Raises:
+      ValueError: when the backend has no device of this process.
+    """
     here = jax.process_index()
     local_ranks = tuple(rank for rank, device in enumerate(backend.devices) if device.process_index == here)
     if not local_ranks:
@@ -612,6 +616,7 @@ def spawn(
       the ranks' results in rank order.
 
     Raises:
+      ValueError: for a world size below 1.
       RuntimeError: when JAX has started with fewer devices.
       Exception: the first failure of a rank, with a note that names the rank; the others are stopped at their next
         group call.

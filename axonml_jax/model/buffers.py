@@ -24,7 +24,7 @@ class State(nnx.Variable):
 def as_state(module: nnx.Module) -> nnx.Module:
     """Make the parameters of a module state, which its model may write: a target network that follows another (BYOL, MoCo).
 
-    State is not trained, whole on every rank, saved in checkpoints, and synchronized as statistics of batches are.
+    State is not trained. It is replicated on every rank, saved in checkpoints, and synchronized as batch statistics are.
 
     >>> class Follows(nnx.Module):
     ...     def __init__(self, rngs):
@@ -82,7 +82,7 @@ def masked_statistics(x: jax.Array, mask: jax.Array, feature_axis: Any, axes: An
     Returns:
       mean [c], variance [c], at least float32.
 
-    Communicates: one all-reduce of 2c + c elements.
+    Communicates: one all-reduce of 3c elements.
     """
     features = {axis % x.ndim for axis in ([feature_axis] if isinstance(feature_axis, int) else feature_axis)}
     reduced = tuple(axis for axis in range(x.ndim) if axis not in features)
@@ -194,8 +194,8 @@ def _set(module: linen.Module, name: str, value: Any) -> Iterator[None]:
 # --------------------------------------------------------------------------------------------------
 
 Join = Literal["mean", "sum", "first", "max"]
-"""What becomes of a leaf of which every rank has its own: the mean over ranks; what it held before, and the sum of what
-ranks added; the first rank's; the largest."""
+"""How a leaf that differs between ranks is joined: the mean over ranks; its value before, plus the sum of what ranks added; the
+first rank's; the largest, element by element."""
 
 DECLARED, HOOK = "state_joins", "after_update"
 

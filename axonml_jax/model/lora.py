@@ -35,10 +35,10 @@ from axonml_jax.model.view import (
 # --------------------------------------------------------------------------------------------------
 
 MATRIX = Sides()
-"""The last two dims."""
+"""The sides of a plain matrix: its last two dims, input and output."""
 
 KINDS = ("int8",)
-"""How a base may rest, besides as it is."""
+"""The forms in which the matrices with adapters may rest, besides their own."""
 
 END = "_int8_scale"
 """How the name of a matrix's scales ends, behind that of the matrix."""
@@ -107,12 +107,12 @@ class Lora:
 
     Attributes:
       rank: r, columns of A and rows of B.
-      alpha: the product counts alpha / rank times.
+      alpha: the product A B is multiplied by alpha / rank.
       targets: regular expressions, searched in path names, of the matrices that get adapters.
-      stacked: of parameters of which the last two dims are a matrix and the others number them.
-      dims: (regular expression, words) of parameters of which each dim is called `stack`, `in` or `out`.
+      stacked: regular expressions of parameters whose last two dims are a matrix and whose other dims number them.
+      dims: (regular expression, words) of parameters, with one of `stack`, `in` and `out` for each dim.
       seed: of the first values of A.
-      base: "int8": matrices with adapters rest as int8 (`model/lora.py`); None: as they are.
+      base: "int8": matrices with adapters rest as int8 with a scale for every column; None: as they are.
     """
 
     rank: int
@@ -264,13 +264,13 @@ def lora(
         `in` is summed over by the product, `out` is one of its results. A kernel [h, n, d] of attention is "in out out": the
         matrix [h, n * d], with adapters [h, r] and [r, n, d]. NNX's `LinearGeneral` and `MultiHeadAttention` and layers with
         an `einsum_str` say so themselves, as do kernels of Linen beside a bias.
-      seed: of A.
+      seed: of the first values of A.
       base: "int8": W rests and is sent as int8 with a scale for every column, `path_int8_scale` [o], and is a float where it
         is read; None: as it is.
 
     Raises:
-      ValueError: for numbers or patterns that are none, and a model with adapters already; in the facade for targets that do
-        not fit the model, all of them.
+      ValueError: for an invalid rank, alpha, pattern or base, and a model with adapters already; in the facade for targets that
+        do not fit the model, naming all of them.
 
     >>> lora(None, rank=8, alpha=16, targets="attention/.*kernel").lora.scale
     2.0
@@ -329,7 +329,7 @@ def merged(matrix: Any, a: Any, b: Any, scale: float, sides: Sides | None = None
     Args:
       matrix: W.
       a, b: its adapters.
-      scale: how often their product counts.
+      scale: the factor of their product.
       sides: the dims of W; None: the last two are the matrix.
     """
     if isinstance(matrix, jax.ShapeDtypeStruct):
@@ -349,7 +349,7 @@ def _broken(what: str, patterns: Iterable[Any]) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The pure view of a model with adapters (`model/lora.py`): they train, the model's own parameters are frozen.
+# The pure view of a model with adapters: they train, the model's own parameters are frozen.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -359,8 +359,8 @@ class Adapter:
 
     Attributes:
       a, b: their paths.
-      scale: how often their product counts.
-      sides: the dims of the matrix; as many first ones of all three number matrices.
+      scale: the factor of their product.
+      sides: the dims of the matrix; the stacked ones come first in its adapters too.
       column_scales: the path of the scales of a matrix that rests as int8; None: it rests as it is.
     """
 
@@ -388,8 +388,8 @@ def lora_functional(
       trainable: which of the model's own parameters train besides; None: none.
 
     Raises:
-      ValueError: for targets that do not fit the model, parameters that are called as their adapters would be, or `trainable`
-        that matches nothing, or matrices that rest as int8.
+      ValueError: for targets that do not fit the model, parameters that have the names of adapters, a `trainable` that matches
+        nothing, or a matrix that would both train and rest as int8.
     """
     shapes = named_leaves(base.shapes.params)
     chosen = lora.chosen(shapes, base.stacked_dims, base.sides)
@@ -444,7 +444,7 @@ class LoraFunctional(Functional):
 
     def __init__(self, base: Functional, shapes: Variables, adapters: Mapping[str, Adapter]):
         self._base, self._shapes, self._adapters = base, shapes, adapters
-        self.param_prefix, self.order = base.param_prefix, base.order
+        self.param_prefix, self.order, self.users_meshes = base.param_prefix, base.order, base.users_meshes
         if self.order is not None:
             places = {path: (*self.order[n], 0) for n, own in adapters.items() for path in own.added}
             self.order = {**self.order, **places}

@@ -80,11 +80,12 @@ def parse_loss(returned: Any, positions: tuple[str, ...] = ()) -> Loss:
     Args:
       returned: a scalar, a `WeightedMean`, or a pair of one of these and a dict of metrics, each an array (averaged
         over ranks and microbatches) or a `WeightedMean`.
-      positions: the mesh axes that split positions, where the loss is taken of a rank's own. A plain number may then be a mean
-        or a sum of these, which nobody can tell: it must be a `WeightedMean`.
+      positions: the mesh axes that split positions, where the loss is computed of a rank's own positions. The loss and all
+        metrics must then be `WeightedMean`s: a plain number could be a mean or a sum over positions.
 
     Raises:
-      TypeError, ValueError: when it is none of these; names what was returned and the remedy.
+      TypeError, ValueError: when it is none of these, or a metric has the name of one that a step reports; with what was
+        returned and the remedy.
     """
     loss, metrics = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if isinstance(metrics, WeightedMean) or not isinstance(metrics, Mapping):

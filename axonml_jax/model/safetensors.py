@@ -41,7 +41,7 @@ def save_safetensors(
     rename: Rename = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write whole arrays, such as a `state_dict`'s, to one file. One process writes.
+    """Write whole arrays, such as a `state_dict`'s, to one file. Call it in one process only.
 
     Args:
       path: the file.
@@ -111,7 +111,7 @@ def load_safetensors(path: str | os.PathLike, *models: Any, rename: Rename = Non
 
     Args:
       path: a file, the index of several (`model.safetensors.index.json`), or a folder with either.
-      models: none: arrays are returned, and go into no model here.
+      models: must be empty: arrays are returned, not put into a model.
       rename: from the file's names to those wanted.
 
     Raises:
@@ -212,14 +212,19 @@ def _new_name(name: str, rename: Rename) -> str | None:
 def safetensors_files(path: Path) -> list[Path]:
     """The files that a path means: itself, those of an index, or of the folder.
 
+    Of several indices in a folder, as of variants, `model.safetensors.index.json` is the one.
+
     Raises:
       FileNotFoundError: when there is none, or not all that an index names.
-      ValueError: for an index that is none, or names files outside its folder. Links are followed: Hugging Face's cache is made
-        of them.
+      ValueError: for a folder with several indices, none of them so called; or an index that is none, or names files outside
+        its folder. Links are followed: Hugging Face's cache is made of them.
     """
     if path.is_dir():
         indices = sorted(path.glob("*" + _INDEX))
-        return safetensors_files(indices[0]) if indices else _some(path.glob("*.safetensors"), path)
+        indices = [each for each in indices if each.name == INDEX] or indices
+        if len(indices) > 1:
+            raise ValueError(f"{path} has several indices: give one of {', '.join(each.name for each in indices)}")
+        return _indexed(indices[0]) if indices else _some(path.glob("*.safetensors"), path)
     return _indexed(path) if path.name.endswith(_INDEX) else _some([path], path)
 
 
@@ -263,10 +268,10 @@ class StoredArrays(Mapping[str, "StoredArray"]):
 
     Args:
       path: a file, the index of several (`model.safetensors.index.json`), or a folder with either.
-      prefixes: what names may begin with, which is left out.
+      prefixes: removed from the front of names; of several that fit the first.
 
     Attributes:
-      bytes_read: so many bytes of arrays have been read.
+      bytes_read: bytes of arrays read so far.
 
     Raises:
       ImportError: without the package safetensors.
@@ -378,7 +383,7 @@ def write_shards(
       arrays: in this order. A larger one than `most` gets a file of its own.
       most: bytes of arrays in a file.
       metadata: strings to keep in each file.
-      writes: whether this process writes. Another one only makes the arrays, as all must do that have a part in that.
+      writes: whether this process writes. False: it only calls `make`, which may need all processes.
 
     Returns:
       The names of the files.

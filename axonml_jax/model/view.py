@@ -52,13 +52,19 @@ from axonml_jax.model.loss import Precision
 
 
 def definition_order(model: nnx.Module) -> dict[str, tuple]:
-    """Map every variable's path to a sort key: the order in which attributes on the way to it were assigned."""
-    return {"/".join(path): place for path, place in _walk(model, (), (), set())}
+    """Map every variable's path to a sort key: the order in which attributes on the way to it were assigned.
+
+    Flax names a shared module's variables by its first path in alphabetical order, which has the key of the first assignment.
+    """
+    found = list(_walk(model, (), (), set()))
+    first = {id(variable): place for variable, _, place in reversed(found)}
+    shared = {"/".join(map(str, path)): first[id(node)] for path, node in nnx.iter_graph(model) if id(node) in first}
+    return shared | {"/".join(path): place for _, path, place in found}
 
 
-def _walk(node: Any, path: tuple, place: tuple, seen: set[int]) -> Iterator[tuple[tuple, tuple]]:
+def _walk(node: Any, path: tuple, place: tuple, seen: set[int]) -> Iterator[tuple[nnx.Variable, tuple, tuple]]:
     if isinstance(node, nnx.Variable):
-        yield path, place
+        yield node, path, place
         return
     if id(node) in seen:
         return
@@ -72,7 +78,7 @@ def _children(node: Any) -> list[tuple[str, Any]]:
         return [(str(i), child) for i, child in enumerate(node)]
     if isinstance(node, dict):
         return [(str(name), child) for name, child in node.items()]
-    if isinstance(node, nnx.Module):
+    if isinstance(node, nnx.Pytree):
         return [(name, child) for name, child in vars(node).items() if not name.startswith("_pytree")]
     return []
 
@@ -101,7 +107,7 @@ def order_of_init(params: Any) -> dict[str, tuple] | None:
 def noting_calls(init: Callable[[], Any], found: dict[str, tuple]) -> Callable[[], Any]:
     """Wrap `init` of a Linen module to store in `found` the order in which it calls the parameters' modules.
 
-    Nothing is left where no call is seen, as of a jitted function that is traced already.
+    `found` stays empty where no call is seen, as of a jitted function that is traced already.
     """
 
     def noted() -> Any:
@@ -198,7 +204,7 @@ class Functional(abc.ABC):
         else None.
       hollow: the user gave shapes, and `create` makes zeros: the values are still to be loaded.
       users_meshes: those that the model was given with, under the user's names of axes, and on which its arrays lay.
-      users_specs: how its arrays lay there, one by one, where JAX's types say it (Explicit axes); None: whole.
+      users_specs: the specs that its arrays had there, one by one, where axes were Explicit; None: no such spec.
     """
 
     param_prefix: str = ""
@@ -303,8 +309,8 @@ def is_shape(leaf: Any) -> bool:
 def as_arrays(tree: PyTree, *, strong: bool = False) -> PyTree:
     """The tree with arrays in the place of Python's numbers (`nnx.Param(1.0)`).
 
-    `strong`: of a dtype of their own, also in the place of arrays that take that of what they meet (`jnp.full(4, 1.0)`), as an
-    update of parameters leaves none of these.
+    `strong`: weakly typed arrays (`jnp.full(4, 1.0)`) become strongly typed too, because an update of parameters returns strong
+    types.
     """
     kept = lambda x: is_shape(x) or (is_array(x) and not (strong and getattr(x, "weak_type", False)))
     return jax.tree.map(lambda x: x if kept(x) else jnp.asarray(x, jnp.result_type(x) if strong else None), tree)
@@ -487,7 +493,7 @@ def said_sides(words: str) -> Sides | str:
 def layer_sides(model: nnx.Module) -> dict[str, Sides]:
     """The sides of kernels whose layers say how they multiply: `nnx.LinearGeneral`, and layers with an `einsum_str`.
 
-    What a stack of such layers has besides, its first dims, is not counted.
+    The first dims that a stack of such layers adds are not counted.
     """
     found: dict[str, Sides] = {}
     for path, module in nnx.iter_graph(model):
@@ -681,11 +687,11 @@ class LinenFunctional(Functional):
 
 
 _ASKED: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
-"""Of which streams besides `params` modules of a class have drawn, or asked whether they are there: `nn.jit` asks but once."""
+"""The streams besides `params` that a class's modules have drawn from, or asked for: kept, because `nn.jit` asks but once."""
 
 
 def _streams(key: jax.Array, asked: Iterable[str]) -> dict[str, jax.Array]:
-    """A call's random streams by name; where there are two alone, `make_rng` takes `params` for all but `dropout`."""
+    """A call's random streams by name; with `params` and `dropout` alone, `make_rng` draws any other from `params`."""
     numbers = {name: zlib.crc32(name.encode()) for name in sorted(set(asked))} | {"params": 0, "dropout": 1}
     return {name: jax.random.fold_in(key, number) for name, number in numbers.items()}
 
@@ -1259,11 +1265,11 @@ def functionalize(
         of them with adapters (`ax.lora`), which train. A module of shapes (`nnx.eval_shape`) has zeros until it is loaded.
       params: for Linen, what `module.init` returned (`{"params": ..., "batch_stats": ...}` or the params alone), a
         function without arguments that makes it, or its shapes (`jax.eval_shape`).
-      trainable: which parameters train; with adapters, which do besides.
+      trainable: which parameters train; with adapters, which of the model's own train besides them.
       made: how functions that the user gave make arrays.
 
     Raises:
-      TypeError: when `model` is neither.
+      TypeError: when `model` is none of these.
       ValueError: when `params` is missing or superfluous, when `trainable` matches nothing, or for arrays of which only some
         are given as shapes.
     """

@@ -46,7 +46,7 @@ class Marks:
 
     Attributes:
       weights: number -> weight, for the weights themselves.
-      made_of: for weights, and for what light equations make of weights and constants alone, the weights in it.
+      made_of: for weights, and for what light equations make of weights and literals alone, the weights in it.
       work: positions of all other equations.
       used: for each of these the weights in what it reads.
     """
@@ -91,16 +91,16 @@ KEPT = "axonml.kept"
 """The name of what is kept whatever made it: a loop's results, of which JAX would else keep every trip's products instead."""
 
 LITTLE = 16
-"""A slice that leaves no more than this part of an array is kept in the array's place."""
+"""A slice that takes at most one in so many of an array's elements is kept in the array's place."""
 
 
 def all_but_elementwise(result: Saveable) -> bool:
     """The policy (see `SaveWhere`) that keeps every result for the backward except elementwise ones and moved data.
 
     Products, sums, random bits, lookups and collectives are never done twice. Comparisons of floats are kept, a byte each:
-    dropout's mask instead of the bits it is made of. So is what little is taken of a large array: the one column that counts
-    of the 128 that an attention kernel writes. Of complex results the parts are kept, where they are named. A call is kept for
-    what it calls: that which only marks how its operand is differentiated is made again.
+    dropout's mask instead of the bits it is made of. So is a small slice of a large array (`LITTLE`): the one column that
+    counts of the 128 that an attention kernel writes. Of complex results the parts are kept, where they are named. A call is
+    kept for what it calls: that which only marks how its operand is differentiated is made again.
     """
     if result.body is not None:
         return any(map(all_but_elementwise, result.body))
@@ -118,7 +118,7 @@ def all_but_elementwise(result: Saveable) -> bool:
 def sums(result: Saveable) -> bool:
     """The policy that keeps sums over ranks, as every policy does: no backward should repeat the forward's communication.
 
-    A sum takes a row per token. What is gathered takes as many times its part as there are ranks: it is sent again.
+    A sum is as large as one activation. A gathered value is as many times its shard as there are ranks, and is gathered again.
     """
     return any(map(is_sum, result.made_by))
 
@@ -137,10 +137,10 @@ def products_and_sums(result: Saveable) -> bool:
 def run_named(
     equations: Iterable[Equation], env: MutableMapping[int, Any], names: Mapping[int, str] = MappingProxyType({})
 ) -> None:
-    """`run`, with results named that a checkpoint policy may keep: those in `names`, or of weight multiplications.
+    """Run equations, naming results that a checkpoint policy may keep: those in `names`; if it is empty, weight products.
 
-    Complex ones are joined of parts, and these are named, whatever made them: `jax.checkpoint` can keep real numbers alone
-    (it passes what it keeps through `reduce_precision`, which complex ones do not have).
+    Without `names` all complex results that are not elementwise are named too, by their real and imaginary parts:
+    `jax.checkpoint` passes what it keeps through `reduce_precision`, which complex numbers do not have.
     """
     run(equations, env, partial(_named_results, names))
 
@@ -200,7 +200,7 @@ class _Level:
     """One level at which inputs are hooked: the program itself, or the body of a scan.
 
     Attributes:
-      program: it; calls that read hooked inputs are opened.
+      program: the program or body; calls that read hooked inputs are opened.
       hooked: number -> the input that it is.
       first_use: input -> the equation that reads it first; None: only the end does.
       scans: those with inputs that are hooked in their bodies.

@@ -238,7 +238,7 @@ FEWEST = 128
 """Rows and widths below which a product gains nothing."""
 
 MOST_BYTES = 8 * 2**20
-"""Of the operand that is transposed: a larger one takes as long to transpose as the product gains."""
+"""Bytes of the largest operand that is transposed: a larger one takes as long to transpose as the product gains."""
 
 
 def with_transposed_operands(jaxpr: Any) -> Any:

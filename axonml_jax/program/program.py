@@ -175,7 +175,7 @@ DIMS: Mapping[str, Follow] = {
     **{f"reduce_{name}": _without("axes") for name in ("and", "max", "min", "or", "prod", "sum", "xor")},
     **{name: _without("axes") for name in ("argmax", "argmin")},
 }
-"""Of primitives that are not elementwise."""
+"""The rules of primitives that are not elementwise, by name."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -282,10 +282,10 @@ def no_calls(op: Operation, inputs: Sequence[Atom]) -> bool:
 
 @dataclass(frozen=True)
 class NamedCall:
-    """A `jit` whose equation is known by its name, and made again on operands of other sizes; the last two have the same rows.
+    """A `jit` that is recognised by its name, and called again on operands of other sizes; its last two have the same rows.
 
     Attributes:
-      call: makes it.
+      call: the function to call instead.
       dims: how many dims each of its operands has.
     """
 
@@ -294,7 +294,7 @@ class NamedCall:
 
 
 NAMED_CALLS: dict[str, NamedCall] = {}
-"""By name; `layers/whole.py` adds losses of which each rank computes a part."""
+"""Named calls by the name of their `jit`; `layers/whole.py` adds losses of which each rank computes a part."""
 
 
 def named_call(op: Operation) -> NamedCall | None:
@@ -360,10 +360,10 @@ class _Reader:
 M = TypeVar("M")
 
 FlowRule = Callable[[Equation, list[M]], Sequence[M]]
-"""`rule(equation, operands) -> results`: what is known of an equation's results, of what is known of its operands."""
+"""`rule(equation, operands) -> results`: the facts of an equation's results, from those of its operands."""
 
 Join = Callable[[M, M], M]
-"""What is known of a value that is one or the other. Growing with it must come to an end."""
+"""The fact of a value that is one or the other. Repeated joins must reach a fixed point."""
 
 
 def forward(program: Program, given: Iterable[M], rule: FlowRule[M], nothing: M) -> dict[int, M]:

@@ -16,20 +16,20 @@ from axonml_jax.program.cut import is_sum, sums
 from axonml_jax.program.program import Equation, Program, forward, names_of, read_program, rule_of
 
 KEEP = "axonml.keep:"
-"""What the names begin with by which a checkpoint policy knows values that a choice may keep."""
+"""Prefix of the checkpoint names of values that a choice may keep."""
 
 KERNELS = "kernels"
-"""The label of everything at once that has no name: what kernels and other operations without a rule make."""
+"""The one label of all results of kernels and other operations without a rule, which cannot be named one by one."""
 
 
 class Rates(NamedTuple):
     """The speeds of a device.
 
     Attributes:
-      flops: of products.
-      bandwidth: bytes to and from its memory.
-      link: bytes to and from other devices.
-      host: bytes to its host's memory, and as many back at once; 0: nothing is sent there.
+      flops: FLOP/s of products.
+      bandwidth: bytes/s to and from its memory.
+      link: bytes/s to and from other devices.
+      host: bytes/s to its host's memory, and as many back at once; 0: nothing is sent there.
     """
 
     flops: float
@@ -43,12 +43,12 @@ class Price(NamedTuple):
 
     Attributes:
       keep: labels of what is kept; None: whatever the backward reads, as without recomputation.
-      kept: bytes that stay on the device from the forward to the backward; less what it is given, where that is sent away.
-      fullest: bytes that the backward holds beside them at its fullest, what is made again or came back among them.
-      flops: of products that are done twice.
+      kept: bytes that stay on the device from the forward to the backward; less the inputs that are sent to the host.
+      fullest: peak bytes of the backward beside them, recomputed values and those back from the host included.
+      flops: FLOPs of products that are done twice.
       seconds: of all that is done twice, and of reading and writing what is sent to the host.
       host: labels of what is kept in the host's memory.
-      away: bytes that stay there.
+      away: bytes that are kept there.
     """
 
     keep: frozenset[str] | None
@@ -318,19 +318,20 @@ EXCHANGES = 2
 """Rounds in which neighbours of the best sets are tried."""
 
 MOST_LABELS = 16
-"""So many of the largest values are told apart; the others are kept or not all together."""
+"""Number of the largest values that are chosen one by one; the others are kept all together or not at all."""
 
 
 def front(graph: Graph, rates: Rates, *, plain: bool) -> list[Price]:
     """The sets worth keeping, from the one that repeats least to the one that keeps least.
 
-    Greedily, adding to nothing and taking from everything; then of the best ones every neighbour, with one value more, one
-    less, or one in another's place.
+    Searches greedily, adding values to none and taking them from all; then tries every neighbour of the best sets, with one
+    value more, one less, or one in another's place.
 
     Args:
       graph: of the work.
       rates: of the device.
-      plain: whether keeping whatever the backward reads is to be had; else the work is a loop's, and may send to the host.
+      plain: whether the work may keep whatever the backward reads (`keep=None`); else it is a loop's trip, which may send
+        values to the host.
     """
     price = functools.cache(partial(graph.price, rates=rates))
     large = sorted((label for label in graph.labels if label not in graph.given), key=graph.bytes_of, reverse=True)
@@ -405,7 +406,7 @@ def _best(found: Iterable[Price]) -> list[Price]:
 # --------------------------------------------------------------------------------------------------
 
 GRAIN = 512
-"""Bytes kept are told apart in so many parts of the budget: a choice may keep that much less than it could."""
+"""The budget has so many parts, and kept bytes within one part count as equal: a choice may keep a part less than it could."""
 
 
 class Piece(NamedTuple):
@@ -416,8 +417,8 @@ class Piece(NamedTuple):
       trips: how many times it runs.
       entering: bytes of what it is given and the backward reads, whatever is chosen.
       grads: bytes of gradients that its backward leaves until the end.
-      stage: of a pipeline; None: there is none.
-      slots: of its trips, how many a rank of a pipeline keeps at once; None: all.
+      stage: its stage of a pipeline; None: there is no pipeline.
+      slots: number of its trips whose values a rank of a pipeline keeps at once; None: all.
     """
 
     front: Sequence[Price]
@@ -457,7 +458,7 @@ def choose(pieces: Sequence[Piece], budget: int) -> list[Price] | None:
 
 
 FULLEST = 24
-"""So many of the bytes that a stage may hold at its fullest are tried, evenly among all."""
+"""Number of peaks that are tried for a pipeline's stages, evenly among all that their pieces have."""
 
 
 def _fullest_of(pieces: Sequence[Piece]) -> list[int]:

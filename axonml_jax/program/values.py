@@ -72,8 +72,8 @@ def made_over(equation: Equation, operands: list[Axes]) -> list[Axes]:
 # through.
 #
 # What goes through a loop unchanged keeps its name inside; what is carried or scanned over has a name of its own there.
-# Calls are as if they stood open: their results have the names that they have inside. Bodies that are not known what
-# for stay closed.
+# Calls are as if they stood open: their results have the names that they have inside. Bodies whose
+# purpose is not known stay closed.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -82,8 +82,8 @@ class Level:
     """A program, with the level and equation that contain it.
 
     Attributes:
-      program: it.
-      parent: the level of the equation that it is in; None: it is the whole.
+      program: the program.
+      parent: the level of the equation that contains it; None: nothing does.
       equation: the equation whose body it is.
       values: the value behind each of its numbers.
     """
@@ -325,7 +325,7 @@ def handed(program: Program, atom: Atom) -> int | None:
 
 
 def mapped_dim(program: Program, atom: Atom, axis: str) -> int | None:
-    """The dim of a value that a `shard_map` split so; None if it comes from no such map by shape-preserving operations.
+    """The dim of a value that a `shard_map` leaves split over an axis, as far as shape-preserving operations follow; else None.
 
     Args:
       program: a traced program.

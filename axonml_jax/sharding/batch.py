@@ -41,10 +41,10 @@ class BatchLayout:
       rows: the axes that split rows, outermost first.
       degrees: (axis, size) of every mesh axis.
       positions: (axis, its rule) of every axis that splits positions.
-      orders: (axis, order) of those of several ranks that do not hold them one part after the other.
-      automatic: those of them that a step leaves to XLA's partitioner: its code sees whole sequences. Leaves that do not divide
-        are not split then.
-      spread: axes that are left to it too and split rows where these divide.
+      orders: (axis, order) of the position axes of several ranks whose order is not contiguous.
+      automatic: the axes that a step leaves to XLA's partitioner: its code sees whole sequences along them, and positions that
+        do not divide are not split.
+      spread: the automatic axes that split rows, where these divide.
 
     >>> layout = BatchLayout.of({"data": 2, "fsdp": 2, "tensor": 2})
     >>> layout.degree, layout.rows
@@ -121,6 +121,9 @@ class BatchLayout:
           path: of the leaf.
           shape: the whole leaf's.
           placed: of a placed leaf; False: as a step's `shard_map` splits it, which leaves some axes to the partitioner.
+
+        Raises:
+          ValueError: when an axis's rule returns dim 0, or a dim that the leaf does not have.
         """
         rows = self.rows
         if placed and shape and shape[0] % self.size((*self.rows, *self.spread)) == 0:
@@ -149,11 +152,11 @@ class BatchLayout:
 
     @cached_property
     def position_parts(self) -> int:
-        """The number of which the length of a sequence must be a multiple."""
+        """The number that must divide the length of a sequence."""
         return self.parts(axis for axis, _ in self.positions)
 
     def parts(self, axes: Iterable[str]) -> int:
-        """The number of which a length must be a multiple that these axes split, given their orders of positions."""
+        """The number that must divide a length that these axes split, given their orders of positions."""
         orders = dict(self.orders)
         return math.prod(order_parts(orders.get(axis, "contiguous"), self.size((axis,))) for axis in axes)
 
@@ -166,8 +169,8 @@ class BatchLayout:
           mesh: a mesh of these degrees.
 
         Returns:
-          Global arrays, `marked`; each process has moved only the parts that its devices hold. None shares memory with an array
-          of NumPy, which may be filled again at once; devices other than CPUs may still be reading it.
+          Global arrays, `marked`; each process has moved only the parts that its devices hold. On CPU none shares memory with a
+          NumPy array, which may be written at once; other devices may still be reading it.
 
         Raises:
           TypeError: for shapes in the place of arrays.
@@ -316,7 +319,7 @@ def number_of_rows(layout: BatchLayout, batch: PyTree) -> int:
     """The number of rows of a batch, which need not divide over the shards.
 
     Raises:
-      TypeError, ValueError: as `check_batch` of all else.
+      TypeError, ValueError: as `check_batch`, but not for rows that do not divide.
     """
     check_batch(replace(layout, rows=(), spread=()), batch)
     return next(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))

@@ -167,7 +167,7 @@ def to_device_memory(tree: PyTree, when: bool = True) -> PyTree:
 
 
 def offloaded(tree: PyTree, when: bool = True) -> PyTree:
-    """Outside: arrays in host memory, each sharded as it is, if `when`."""
+    """Outside of a compiled program: arrays in host memory, each sharded as it is, if `when`."""
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array) or not movable(leaf) or not isinstance(leaf.sharding, NamedSharding):
@@ -178,7 +178,7 @@ def offloaded(tree: PyTree, when: bool = True) -> PyTree:
 
 
 def on_device(tree: PyTree) -> PyTree:
-    """Outside: arrays in device memory, each sharded as it is. The inverse of `offloaded`."""
+    """Outside of a compiled program: arrays in device memory, each sharded as it is. The inverse of `offloaded`."""
 
     def move(leaf: Any) -> Any:
         away = isinstance(leaf, jax.Array) and leaf.sharding.memory_kind == HOST
@@ -337,7 +337,7 @@ def causal_balance(order: Order, length: int, ranks: int) -> float:
 
 
 def order_parts(order: Order, ranks: int) -> int:
-    """The number of which the length of a sequence must be a multiple for an order.
+    """The number that must divide the length of a sequence in an order.
 
     Raises:
       ValueError: for an unknown order.
@@ -415,9 +415,9 @@ class RankOrder:
     """Reorders the positions of one leaf, so that each rank's contiguous part holds the positions of that rank.
 
     Attributes:
-      dim: holds positions.
+      dim: the dim of positions.
       order: see `sequence_order`.
-      ranks: that share them.
+      ranks: the number of ranks that share them.
 
     >>> RankOrder(0, "zigzag", 2)(np.arange(8))
     array([0, 1, 6, 7, 2, 3, 4, 5])
@@ -454,8 +454,8 @@ class Leaf:
       array: as it rests: a `jax.Array`, a NumPy array, a Python number, or only the shape and dtype of one.
       layout: how it stores the whole array; None where it is the whole array.
       low_rank: where the model reads W + scale A B in the place of this array W: A, B and scale.
-      column_scales: of int8 that stands for floats: what 1 stands for in every column.
-      entries: what its first dim numbers, where that is no dim of the array that is meant; else empty.
+      column_scales: of an int8 array that stands for floats: the scale of every column (see `model/lora.py`).
+      entries: what the entries of dim 0 are, in words, where ranks' or replicas' arrays are stacked there; else empty.
     """
 
     array: Any
