@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -13,6 +14,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
+from axonml_jax.base import named_leaves, refuse_not_held
 from axonml_jax.collectives.primitives import (
     ReduceOp,
     check_op,
@@ -32,6 +34,7 @@ from axonml_jax.compat.order import manual_axes, mesh_around, no_mesh_around
 from axonml_jax.mesh.axes import as_axes
 from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.mesh.world import ProcessGroup
+from axonml_jax.sharding.layout import from_every_process
 
 # --------------------------------------------------------------------------------------------------
 # Over which ranks a collective runs, and in which context: traced inside `shard_map`, or eagerly per rank.
@@ -124,6 +127,7 @@ def run_collective(name: str, program: Program, x, group: Group, **options) -> A
     Raises:
       ValueError: when axis names are given outside `shard_map`, or a traced value meets unbound axes.
     """
+    refuse_not_held(named_leaves(x))
     x = jax.tree.map(jnp.asarray, x)
     scope = bound_scope(group)
     if scope is not None:
@@ -163,6 +167,11 @@ def bound_scope(group: Group) -> Scope | None:
     # Inside `spmd` the group's own sub-mesh is bound: one axis, just its ranks.
     bound = mesh_around()
     own = bound.axis_names == ("data",) and manual_axes() == {"data"} and bound.size == group.size
+    if own and (around := _AROUND.get()) is not None and around.ranks != group.ranks:
+        raise ValueError(
+            f"ax.spmd runs on {around!r}, and a collective in it names {group!r}, of other ranks: these do not run this "
+            "program. Give the collective the group that ax.spmd was given"
+        )
     return Scope(("data",)) if own else None
 
 
@@ -178,6 +187,9 @@ def _bound_sizes(axes: tuple[str, ...]) -> tuple[int, ...] | None:
 # --------------------------------------------------------------------------------------------------
 
 _RANK = PartitionSpec("data")
+
+_AROUND: ContextVar[ProcessGroup | None] = ContextVar("around", default=None)
+"""The group whose `spmd` is being traced."""
 
 
 def spmd(fn: Callable[..., Any], group: ProcessGroup, *, check_vma: bool = False) -> Callable[..., Any]:
@@ -201,7 +213,11 @@ def spmd(fn: Callable[..., Any], group: ProcessGroup, *, check_vma: bool = False
     sharding = NamedSharding(group.sub_mesh, _RANK)
 
     def per_rank(*stacked):
-        result = fn(*jax.tree.map(lambda leaf: leaf[0], stacked))
+        token = _AROUND.set(group)
+        try:
+            result = fn(*jax.tree.map(lambda leaf: leaf[0], stacked))
+        finally:
+            _AROUND.reset(token)
         return jax.tree.map(lambda leaf: jax.numpy.asarray(leaf)[None], result)
 
     traced = jax.jit(jax.shard_map(per_rank, mesh=group.sub_mesh, in_specs=_RANK, out_specs=_RANK, check_vma=check_vma))
@@ -235,8 +251,7 @@ def _place(sharding: NamedSharding, leaf):
     if sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     # device_put of a host array onto another process's devices gathers it everywhere first.
-    host = np.asarray(leaf)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+    return from_every_process(leaf, sharding)
 
 
 # --------------------------------------------------------------------------------------------------

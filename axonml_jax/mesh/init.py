@@ -210,7 +210,13 @@ def _default_backend():
     platform = jax.default_backend()
     if platform == "cpu":
         return GlooBackend() if jax.process_count() > 1 else MockBackend()
-    return {"gpu": NCCLBackend, "tpu": TPUBackend}[platform]()
+    known = {"gpu": NCCLBackend, "tpu": TPUBackend}
+    if platform not in known:
+        raise ValueError(
+            f"init: JAX computes on {platform!r}, and there are backends for cpu, gpu and tpu: choose one by JAX_PLATFORMS, or "
+            "give init(backend=) a Backend of your own"
+        )
+    return known[platform]()
 
 
 def _join(launch, local_device_ids, timeout):

@@ -6,6 +6,7 @@ import functools
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,8 @@ class ProcessGroup:
         object.__setattr__(self, "axes", axes)
         along = self._ranks_along_axes()
         ranks = along if self.ranks is None else tuple(self.ranks)
-        outside = [rank for rank in ranks if rank not in along]
+        known = set(along)
+        outside = [rank for rank in ranks if rank not in known]
         if outside or not ranks or len(set(ranks)) < len(ranks):
             raise ValueError(f"group ranks {ranks}: they must be distinct ranks along {axes}, which are {along}")
         object.__setattr__(self, "ranks", ranks)
@@ -90,8 +92,8 @@ class ProcessGroup:
     @property
     def positions(self) -> tuple[int, ...]:
         """The members' indices along `axes` (`jax.lax.axis_index(axes)`), in group order."""
-        along = self._ranks_along_axes()
-        return tuple(along.index(rank) for rank in self.ranks)
+        places = {rank: place for place, rank in enumerate(self._ranks_along_axes())}
+        return tuple(places[rank] for rank in self.ranks)
 
     @property
     def rank(self) -> int:
@@ -240,7 +242,7 @@ def as_ranks(ranks: Sequence[int], world_size: int) -> tuple[int, ...]:
       ValueError: when they are empty, repeated or outside the world.
     """
     given = tuple(ranks)
-    wrong = sorted({rank for rank in given if given.count(rank) > 1 or not 0 <= rank < world_size})
+    wrong = sorted(rank for rank, count in Counter(given).items() if count > 1 or not 0 <= rank < world_size)
     if wrong or not given:
         raise ValueError(
             f"new_group({list(given)}): {wrong or 'nothing'} cannot be members; give distinct ranks between 0 and "
@@ -446,11 +448,14 @@ class MockBackend(Backend):
 
     Raises:
       RuntimeError: when JAX has started with fewer devices.
+      ValueError: for fewer than one.
     """
 
     name = "mock"
 
     def __init__(self, num_devices: int | None = None):
+        if num_devices is not None and num_devices < 1:
+            raise ValueError(f"{num_devices} mock ranks: give at least one")
         if num_devices is not None and not backend_started():
             fake_devices(max(num_devices, requested_devices()))
         devices = tuple(jax.local_devices(backend="cpu"))

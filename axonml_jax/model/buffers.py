@@ -1,5 +1,6 @@
 """State that a model changes itself, such as batch statistics, and how ranks join theirs."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -115,9 +116,8 @@ def synchronize_nnx(model: nnx.Module, axes: tuple[str, ...], sum_over_ranks: Su
     for _, module in list(nnx.iter_graph(model)):
         if isinstance(module, nnx.BatchNorm) and (joined := _joined(module.axis_name, axes, sum_over_ranks)):
             module.axis_name, how = joined  # pyright: ignore[reportAttributeAccessIssue]  # jax takes several names
-            if type(module) is nnx.BatchNorm:
-                module.__class__ = _MaskedBatchNorm
-                module.sum_over_ranks = how  # pyright: ignore[reportAttributeAccessIssue]
+            module.__class__ = _masked(type(module))
+            module.sum_over_ranks = how  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _MaskedBatchNorm(nnx.BatchNorm):
@@ -137,6 +137,14 @@ class _MaskedBatchNorm(nnx.BatchNorm):
         self.mean[...] = keep * old_mean + (1 - keep) * jax.lax.stop_gradient(mean)
         self.var[...] = keep * old_var + (1 - keep) * jax.lax.stop_gradient(var)
         return y
+
+
+@functools.cache
+def _masked(kind: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
+    """A class of BatchNorm, a user's own among them, whose `super().__call__` is exact for unequal masks."""
+    if kind is nnx.BatchNorm:
+        return _MaskedBatchNorm
+    return type(kind.__name__, (kind, _MaskedBatchNorm), {"__module__": kind.__module__})
 
 
 @contextmanager

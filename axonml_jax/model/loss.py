@@ -101,7 +101,11 @@ def parse_loss(returned: Any, positions: tuple[str, ...] = ()) -> Loss:
             "return ax.WeightedMean(total, weight), both summed over the positions that loss_fn is given"
         )
     total = _scalar(loss.total if weighted else loss, "its loss")
-    weight = jax.lax.stop_gradient(_scalar(loss.weight, "its weight").astype(total.dtype)) if weighted else None
+    weight = None
+    if weighted:  # in at least float32: float16 ends at 65504, and bfloat16 counts to 256
+        wide = jnp.promote_types(total.dtype, jnp.float32)
+        weight = jax.lax.stop_gradient(_scalar(loss.weight, "its weight").astype(wide))
+        total = total.astype(wide)
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise TypeError(
             f"loss_fn returned a loss of dtype {total.dtype}: it must be a real floating scalar to have a gradient"

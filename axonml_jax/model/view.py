@@ -1,6 +1,7 @@
 """A Flax module, NNX or Linen, as a pure function of named leaves."""
 
 import abc
+import collections
 import dataclasses
 import functools
 import gc
@@ -1161,19 +1162,16 @@ def _checked(leaves: list[tuple[str, Any]]) -> dict[str, Any]:
     foreign = [f"{name}: {_words(leaf)}" for name, leaf in leaves if _is_foreign(leaf)]
     if foreign:
         raise TypeError(f"these values are not arrays: {'; '.join(foreign)}. Leave them out")
-    names = [name for name, _ in leaves]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    counts = collections.Counter(name for name, _ in leaves)
+    if twice := sorted(name for name, count in counts.items() if count > 1):
         raise ValueError(f"several values have the same path: {', '.join(twice)}. Rename one of each")
     return dict(leaves)
 
 
 def _is_foreign(leaf: Any) -> bool:
-    return not is_key(leaf) and np.asarray(leaf).dtype.kind in "OUSMm"
-
-
-def is_key(leaf: Any) -> bool:
-    """Whether a leaf is an array of JAX random keys, which NumPy does not have."""
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    if isinstance(leaf, jax.Array):  # whose values stay where they are
+        return False
+    return np.asarray(leaf).dtype.kind in "OUSMm"
 
 
 def _whole(value: Any) -> bool:

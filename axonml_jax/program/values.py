@@ -332,8 +332,19 @@ def mapped_dim(program: Program, atom: Atom, axis: str) -> int | None:
       atom: one of its values.
       axis: the mesh axis.
     """
+    return _mapped_dim(program, atom, axis, {})
+
+
+def _mapped_dim(program: Program, atom: Atom, axis: str, known: dict[Any, int | None]) -> int | None:
     if is_constant(atom):
         return None
+    key = id(program), atom
+    if key not in known:
+        known[key] = _mapped_dim_of(program, atom, axis, known)
+    return known[key]
+
+
+def _mapped_dim_of(program: Program, atom: Atom, axis: str, known: dict[Any, int | None]) -> int | None:
     maker = next((equation for equation in program.equations if atom in equation.outputs), None)
     if maker is None:
         return None
@@ -341,10 +352,11 @@ def mapped_dim(program: Program, atom: Atom, axis: str) -> int | None:
     if (mapped := maker.op.mapped) is not None:
         return _dim(mapped.options["out_specs"][place], axis)
     if (scan := maker.op.scan) is not None and maker.body is not None:
-        inside = mapped_dim(maker.body, maker.body.outputs[place], axis)
+        inside = _mapped_dim(maker.body, maker.body.outputs[place], axis, known)
         return inside if inside is None or place < scan.num_carry else inside + 1
     if (inner := maker.called or maker.body) is not None:
-        return mapped_dim(inner, inner.outputs[place], axis) if len(inner.outputs) == len(maker.outputs) else None
+        alike = len(inner.outputs) == len(maker.outputs)
+        return _mapped_dim(inner, inner.outputs[place], axis, known) if alike else None
     rule = rule_of(maker.name)
     given = (
         maker.inputs[place : place + 1]
@@ -353,7 +365,7 @@ def mapped_dim(program: Program, atom: Atom, axis: str) -> int | None:
     )
     shape = program.avals[atom].shape
     alike = (other for other in given if aval_of(other, program.avals).shape == shape)
-    return next((dim for other in alike if (dim := mapped_dim(program, other, axis)) is not None), None)
+    return next((dim for other in alike if (dim := _mapped_dim(program, other, axis, known)) is not None), None)
 
 
 def _dim(spec: Any, axis: str) -> int | None:
@@ -407,12 +419,17 @@ def number(values: Nested, atom: Atom) -> float | None:
 
 def _is_spread(values: Nested, atom: Atom) -> bool:
     """Whether a value is made of numbers that are broadcast."""
-    if values.aval(atom).shape == ():
-        return True
-    maker = values.maker(atom)
-    if maker is None or maker.name not in (*ELEMENTWISE, *MOVED, "dynamic_slice"):
-        return False
-    return all(_is_spread(values, each) for each in maker.inputs)
+    left, seen = [atom], set()
+    while left:
+        if values.aval(each := left.pop()).shape == ():
+            continue
+        maker = values.maker(each)
+        if maker is None or maker.name not in (*ELEMENTWISE, *MOVED, "dynamic_slice"):
+            return False
+        if each not in seen:
+            seen.add(each)
+            left += maker.inputs
+    return True
 
 
 class _ElementsReader:
@@ -552,7 +569,8 @@ def _cast(op: Operation, x: np.ndarray) -> np.ndarray:
 def _quotient(op: Operation, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Divide; integers towards zero, as XLA does."""
     if not np.issubdtype(op.made[0].dtype, np.integer):
-        return np.divide(x, y)
+        with np.errstate(all="ignore"):
+            return np.divide(x, y)
     if np.any(np.equal(y, 0)):
         raise NotStatic
     return np.asarray((np.abs(x) // np.abs(y)) * np.sign(x) * np.sign(y), op.made[0].dtype)
@@ -584,10 +602,10 @@ ELEMENTWISE: Mapping[str, Callable[..., np.ndarray]] = {
     "clamp": _by(lambda low, x, high: np.clip(x, low, high)),
     "convert_element_type": _cast,
     "div": _quotient,
-    "integer_pow": lambda op, x: np.asarray(x ** op.options["y"], op.made[0].dtype),
+    "integer_pow": lambda op, x: _by(lambda x: x ** op.options["y"])(op, x),
     "ne": _by(np.not_equal),
     "neg": _by(np.negative),
-    "rem": _by(np.fmod),
+    "rem": _by(lambda x, y: np.where((y == 0) & np.issubdtype(x.dtype, np.integer), x, np.fmod(x, y))),
     "select_n": _selected,
     **{
         name: _by(getattr(np, name))

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from axonml_jax.base import PyTree, named_leaves, path_name, refuse_not_held, some_of
 from axonml_jax.compat.order import is_traced_around
 from axonml_jax.mesh.axes import batch_axes
-from axonml_jax.sharding.layout import InRankOrder, Order, RankOrder, order_parts
+from axonml_jax.sharding.layout import InRankOrder, Order, RankOrder, from_every_process, is_key, order_parts
 
 # --------------------------------------------------------------------------------------------------
 # `BatchLayout`: how a global batch is split over a mesh; it checks batches, places them, and gives their specs.
@@ -196,6 +196,8 @@ class BatchLayout:
                     there = getattr(leaf.sharding, "mesh", None) == mesh
                     return _moved(sharding, order)(leaf if there else jax.device_put(leaf, sharding))
                 return jax.device_put(leaf if order is None else order(leaf), sharding)
+            if is_key(leaf) and order is None:
+                return from_every_process(leaf, sharding)
             host = np.asarray(leaf) if order is None else order(np.asarray(leaf))
             return jax.make_array_from_callback(host.shape, sharding, lambda index: own(host[index]))
 
