@@ -144,7 +144,8 @@ def _masked(kind: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
     """A class of BatchNorm, a user's own among them, whose `super().__call__` is exact for unequal masks."""
     if kind is nnx.BatchNorm:
         return _MaskedBatchNorm
-    return type(kind.__name__, (kind, _MaskedBatchNorm), {"__module__": kind.__module__})
+    bases = (kind, _MaskedBatchNorm)
+    return type(kind.__name__, bases, {"__module__": kind.__module__})  # pyright: ignore[reportGeneralTypeIssues]
 
 
 @contextmanager
