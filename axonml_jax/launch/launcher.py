@@ -33,7 +33,7 @@ from axonml_jax.launch.workers import (
 _SHOWN = 8
 _PIPE_CLOSED = 128 + signal.SIGPIPE
 
-# What a process says that has waited in vain for one that ended well.
+# What a process prints that has waited in vain for another, as one that had ended well.
 _WAITING = re.compile(
     r"[Tt]imed out|DEADLINE_EXCEEDED|coordination service|CoordinationService|closed by peer|"
     r"are missing|Socket closed|did not come to|did not call it within|ended or were lost"

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 MARK = "AXONML_JAX_RUN_ID"
-"""The variable that tells this launch's processes from all others, in whatever session they have hidden."""
+"""The variable that marks this launch's processes, also those that have left their process group."""
 
 _TRACKER = b"multiprocessing.resource_tracker"
 """In the command of the process that Python starts to unlink shared memory whose owners have been killed."""
@@ -45,7 +45,7 @@ def signal_all(groups: Collection[int], run_id: str, number: int) -> None:
 def members(groups: Collection[int], run_id: str) -> dict[int, int]:
     """Map every living process of the groups, or with the mark, to its process group; zombies do not count.
 
-    Without `/proc` (macOS) a group counts as one process and the mark is not seen.
+    This process itself is left out. Without `/proc` (macOS) a group counts as one process and the mark is not seen.
     """
     if not (_PROC / "self" / "stat").exists():
         return {group: group for group in groups if _responds(group)}
@@ -62,7 +62,7 @@ def members(groups: Collection[int], run_id: str) -> dict[int, int]:
 
 
 class Guard:
-    """A process that ends a launcher's workers when the launcher itself is killed. A context.
+    """Starts a process that ends a launcher's workers if the launcher is killed, or leaves this context by an exception.
 
     Args:
       run_id: value of `MARK`.
@@ -88,7 +88,7 @@ class Guard:
         self._say(f"{group}\n")
 
     def __exit__(self, kind: type[BaseException] | None, *exception):
-        if kind is None:  # else the launcher may have been kept from ending them, as when nobody reads its output
+        if kind is None:  # after an error the workers may still run: the launcher may have failed while it ended them
             self._say("done")
         self._process.communicate()
 
