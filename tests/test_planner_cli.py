@@ -154,6 +154,10 @@ def test_a_budget_fails_the_check_and_names_what_grew(tiny, tmp_path, capsys):
     assert main(["explain", str(tiny), "--check", str(baseline), "--plan.accumulate", "2", "--max-memory", "1KiB"]) == 4
     out = capsys.readouterr().out
     assert "over budget: memory" in out and "at most 1,024 are allowed" in out and "over budget: traffic" in out
+    both = ["--check", str(baseline), "--write-baseline", str(baseline)]
+    assert main(["explain", str(tiny), *both, "--plan.accumulate", "2"]) == 4  # checked before it is written anew
+    assert main(["explain", str(tiny), "--check", str(baseline), "--plan.accumulate", "2"]) == 0
+    assert main(["explain", str(tiny), "--write-baseline", str(baseline)]) == 0
     assert main(["explain", str(tiny), "--check", str(tmp_path / "none.json")]) == 2
     assert "--write-baseline" in capsys.readouterr().err
 
