@@ -21,6 +21,7 @@ import optax
 from axonml_jax.base import aligned, print0
 from axonml_jax.checkpoint.format import AVERAGE, Manifest, Team, checkpoints_in
 from axonml_jax.checkpoint.manager import restore
+from axonml_jax.cli.flags import require_writable
 from axonml_jax.cli.records import plot_runs, read_records
 from axonml_jax.cli.run import (
     CHECKPOINT_FOLDER,
@@ -220,6 +221,7 @@ def runs(given: argparse.Namespace) -> int:
     Raises:
       ConfigError: when there is no run, a run cannot be read, or `--plot` is given and no run has the metric.
     """
+    require_writable({"--plot": given.plot})
     found = [run for given_path in given.runs or ["runs"] for run in _below(Path(given_path))]
     best = {id(run): run.best(given.metric, highest=given.highest) for run in found}
     sign = -1 if given.highest else 1
@@ -236,9 +238,14 @@ def runs(given: argparse.Namespace) -> int:
             known = sorted({name for run in found for record in run.records for name in record.metrics})
             raise ConfigError(f"--metric {given.metric}: no run has it; there are {', '.join(known)}")
         series = dict(zip(_names(found), (run.records for run in found), strict=True))
-        if note := plot_runs(series, given.plot, metric=given.metric):
+        try:
+            note = plot_runs(series, given.plot, metric=given.metric)
+        except (OSError, ValueError) as error:  # an ending that matplotlib does not know
+            raise ConfigError(f"--plot {given.plot}: {error}") from error
+        if note:
             raise ConfigError(f"--plot {given.plot}: {note}")
-        print(f"\nwritten   {given.plot}")
+        if not given.json:
+            print(f"\nwritten   {given.plot}")
     return 0
 
 
