@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from axonml_jax.base import Lossy
-from axonml_jax.cli.flags import TRACEBACK, in_flags, refusal, traceback_wanted
+from axonml_jax.cli.flags import TRACEBACK, importable, in_flags, refusal, traceback_wanted
 from axonml_jax.mesh.join import in_a_job, leave_now
 from axonml_jax.mesh.launchers import ray_context
 
@@ -152,7 +152,7 @@ def _plan(arguments: Sequence[str]) -> int:
     from axonml_jax.cli.flags import plan_parser
 
     chosen = plan_parser().parse_args(arguments)
-    _importable(chosen.allow_imports)
+    importable(chosen.allow_imports)
     from axonml_jax.cli.plan import plan
 
     return plan(chosen, arguments)
@@ -186,7 +186,7 @@ def _run(command: str, *arguments: str) -> int:
 
     parsers = [imports_parser(command), budget_parser(command), *([estimate_parser()] if command == "explain" else [])]
     [allowed, budget, *estimate], rest = split_flags(parsers, arguments)
-    config = read_config(command, rest, help_of(parsers), _importable(allowed["allow_imports"]))
+    config = read_config(command, rest, help_of(parsers), importable(allowed["allow_imports"]))
     from axonml_jax.cli import train as run
 
     if command == "train":
@@ -205,7 +205,7 @@ def _saved(command: str, *arguments: str) -> int:
     parser = flags.eval_parser() if command == "eval" else flags.generate_parser()
     chosen, rest = parser.parse_known_args(arguments)
     flags.refuse_misspelt(parser, rest)
-    _importable(chosen.allow_imports)
+    importable(chosen.allow_imports)
     if command == "eval":
         from axonml_jax.cli.saved import eval_run
 
@@ -213,13 +213,6 @@ def _saved(command: str, *arguments: str) -> int:
     from axonml_jax.cli.saved import generate_text
 
     return generate_text(chosen, rest)
-
-
-def _importable(packages: list[str]) -> list[str]:
-    """Add the working directory to the import path if packages may be imported, as `python -m` does; returns them."""
-    if packages and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    return packages
 
 
 def _parser() -> argparse.ArgumentParser:

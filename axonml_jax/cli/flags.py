@@ -5,6 +5,7 @@ import difflib
 import dis
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -82,6 +83,13 @@ def in_flags(text: str, fewer: str = "--devices.simulated {}") -> str:
     for python, flags in _IN_PYTHON:
         text = re.sub(python, flags.replace("{fewer}", fewer.format(r"\1")), text)
     return text
+
+
+def importable(packages: list[str]) -> list[str]:
+    """Add the working directory to the import path if packages may be imported, as `python -m` does; returns them."""
+    if packages and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return packages
 
 
 def traceback_wanted() -> bool:

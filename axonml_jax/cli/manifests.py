@@ -13,11 +13,12 @@ from typing import Any
 import yaml
 
 from axonml_jax.base import size_in_words
-from axonml_jax.cli.flags import in_flags
+from axonml_jax.cli.flags import importable, in_flags
 from axonml_jax.cli.plan import predicted_on
 from axonml_jax.cli.run import batch_of_tokens
 from axonml_jax.cli.train import DIFFERS, DIVERGED, TERMINATED
 from axonml_jax.config.config import (
+    Budget,
     ConfigError,
     RunConfig,
     against_split,
@@ -298,8 +299,8 @@ def write_manifest(argv: Sequence[str]) -> int:
     gpus = kind.island if given.gpus_per_node is None else given.gpus_per_node
     if given.nnodes < 1 or gpus < 1:
         raise ConfigError(f"launch --write: --nnodes {given.nnodes}, --gpus-per-node {gpus}: must be at least 1")
-    arguments, config = _arguments(given.kind, given.arguments, folder)
-    said = check_on(config, given.nnodes * gpus, kind)
+    arguments, config, budget = _arguments(given.kind, given.arguments, folder)
+    said = check_on(config, given.nnodes * gpus, kind, budget)
     name = _machine_name(config.name)
     job = Job(
         name=name, nnodes=given.nnodes, gpus=gpus, kind=kind, image=given.image or "", folder=folder,
@@ -317,12 +318,12 @@ def _machine_name(name: str) -> str:
     return (plain if plain[:1].isalpha() else f"run-{plain}")[:40].strip("-")
 
 
-def _arguments(kind: str, given: Sequence[str], folder: str) -> tuple[list[str], RunConfig]:
-    """The arguments of `train` on the cluster, and the configuration that they mean."""
+def _arguments(kind: str, given: Sequence[str], folder: str) -> tuple[list[str], RunConfig, Budget]:
+    """The arguments of `train` on the cluster, and the configuration and limits that they mean."""
     if not given:
         raise ConfigError(f"launch --write {kind}: give a configuration after train")
     [allowed, budget], rest = split_flags([imports_parser("train"), budget_parser("train")], given)
-    imports = allowed["allow_imports"]
+    imports = importable(allowed["allow_imports"])
     if kind == "rayjob" and any(budget.values()):
         raise ConfigError(
             "launch --write rayjob: --max-memory and --force are flags of axonml-jax train, which Ray's driver lacks"
@@ -334,11 +335,17 @@ def _arguments(kind: str, given: Sequence[str], folder: str) -> tuple[list[str],
     if kind != "rayjob":  # there Ray's own folder and restarts
         wanted = {"--output.dir": folder} | wanted | ({"--resume": "auto"} if config.resume is None else {})
     added += [word for flag, value in wanted.items() if flag not in own for word in (flag, value)]
-    return [*given, *added], read_config("train", [*rest, *added], imports=imports)
+    return [*given, *added], read_config("train", [*rest, *added], imports=imports), Budget(**budget)
 
 
-def check_on(config: RunConfig, devices: int, kind: Hardware) -> str:
+def check_on(config: RunConfig, devices: int, kind: Hardware, budget: Budget) -> str:
     """Check a configuration for a number of devices of a kind, without having them.
+
+    Args:
+      config: the run's.
+      devices: how many there will be.
+      kind: of hardware.
+      budget: `max_memory` is the limit in the place of the hardware's; with `force` there is none.
 
     Returns:
       The mesh and the predicted memory in words; no memory of a model of the user's own or with adapters.
@@ -366,8 +373,8 @@ def check_on(config: RunConfig, devices: int, kind: Hardware) -> str:
     if model is None or config.finetune.lora.rank is not None:
         return f"{on}; memory is not predicted for a model of your own, nor for adapters: axonml-jax explain says what rests"
     found = predicted_on(config, plan, shape.degrees, kind.platform, kind.torus)
-    limit = kind.memory * Assumptions().memory_margin
-    if found.memory.total > limit:
+    limit = budget.max_memory or kind.memory * Assumptions().memory_margin
+    if found.memory.total > limit and not budget.force:
         raise ConfigError(
             f"on {devices} {kind.name}: this plan needs {found.memory.total / 2**30:,.1f} GiB on each device, and "
             f"{limit / 2**30:,.1f} GiB may be filled: let axonml-jax plan find one that fits, or take more of mesh.fsdp, "
