@@ -14,6 +14,11 @@ MARK = "AXONML_JAX_RUN_ID"
 _TRACKER = b"multiprocessing.resource_tracker"
 """In the command of the process that Python starts to unlink shared memory whose owners have been killed."""
 
+_LOADERS = (
+    "LD_LIBRARY_PATH",
+    "DYLD_LIBRARY_PATH",
+)  # where the system finds libpython, if Python was built with a shared one
+
 _PROC = Path("/proc")
 _GUARD_GRACE = 2.0
 
@@ -69,13 +74,13 @@ class Guard:
     """
 
     def __init__(self, run_id: str):
-        # An empty environment: the guard must not carry the mark of a launch that this launcher itself belongs to.
+        # No other variables: the guard must not carry the mark of a launch that this launcher itself belongs to.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, run_id],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={},
+            env={name: os.environ[name] for name in _LOADERS if name in os.environ},
             cwd="/",
             start_new_session=True,
         )
