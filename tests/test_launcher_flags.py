@@ -3,6 +3,7 @@
 import re
 import socket
 import sys
+from importlib.machinery import ModuleSpec
 
 import pytest
 
@@ -55,6 +56,15 @@ def test_flags_mean_what_they_mean_to_torchrun(case, script):
 
 def test_a_module_is_started_as_python_does(script):
     assert read_options(["-m", "axonml_jax", "train"], {}).command == [sys.executable, "-m", "axonml_jax", "train"]
+
+
+def test_a_module_may_have_a_finder_of_its_own_as_editable_installs_do(monkeypatch):
+    class Finder:
+        def find_spec(self, name, path=None, target=None):
+            return ModuleSpec(name, None) if name == "installed_editably" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
+    assert read_options(["-m", "installed_editably.train"], {}).target == "installed_editably.train"
 
 
 def test_a_script_may_be_given_its_own_name(script):

@@ -341,9 +341,9 @@ def _missing_program(given: argparse.Namespace) -> list[str]:
     if given.module:
         # The first part only: importing a package to find its submodules would run its code here.
         top = given.target.split(".")[0]
-        found = top in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(
-            top, [os.getcwd(), *sys.path]
-        )
+        here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path])
+        # Editable installs may have a finder of their own.
+        found = here or any(finder.find_spec(top, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
         return [] if found else [f"no module named {top!r} (looked in {os.getcwd()} and this Python's packages)"]
     path = Path(given.target)
     if path.suffix in (".yaml", ".yml"):
