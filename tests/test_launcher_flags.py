@@ -190,6 +190,7 @@ def four_gpus(monkeypatch):
         ("2", {}, 2, "5"),
         ("1", {}, 1, "4,5,GPU-a,7"),
         ("3", {"JAX_PLATFORMS": "cpu"}, 3, None),
+        ("2", {"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": ""}, 2, None),
         ("gpu", {"CUDA_VISIBLE_DEVICES": "1,-1,2"}, 1, "1"),
         ("2", {"CUDA_VISIBLE_DEVICES": ""}, 2, None),
     ],
@@ -206,6 +207,12 @@ def test_several_workers_get_a_gpu_each_and_a_single_one_gets_all(four_gpus, wan
     [
         ("5", {}, "4 are visible .* JAX_PLATFORMS=cpu"),
         ("gpu", {"JAX_PLATFORMS": "cpu"}, "no GPU that JAX could use"),
+        (
+            "2",
+            {"JAX_PLATFORMS": "tpu"},
+            "JAX_PLATFORMS=tpu: .* NVIDIA GPUs, of which .* without axonml-jax launch",
+        ),
+        ("auto", {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ""}, "JAX_PLATFORMS=cuda: .* set JAX_PLATFORMS=cpu"),
         ("two", {}, "positive number, auto, cpu or gpu"),
         ("0", {}, "positive number"),
         ("1000000000", {"JAX_PLATFORMS": "cpu"}, "1000000000: the launcher reads two pipes of every process"),

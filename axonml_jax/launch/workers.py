@@ -257,10 +257,17 @@ def count_workers(wanted: str, environ: Mapping[str, str]) -> tuple[int, tuple[s
       environ: the launcher's variables; JAX_PLATFORMS=cpu leaves GPUs alone.
 
     Raises:
-      ConfigError: when it is none of these, there are too few GPUs, or simulated devices are asked for.
+      ConfigError: when it is none of these, there are too few GPUs, or JAX_PLATFORMS or simulated devices ask for others.
     """
     _refuse_simulated(environ)
     gpus = () if wanted == "cpu" else visible_gpus(environ)
+    platforms = environ.get("JAX_PLATFORMS", "")
+    if platforms and not gpus and wanted not in ("cpu", "gpu") and "cpu" not in platforms.split(","):
+        raise ConfigError(
+            f"launch: JAX_PLATFORMS={platforms}: launched processes compute on NVIDIA GPUs, of which JAX could use none here, "
+            "or on the CPU; set JAX_PLATFORMS=cpu for the CPU. On TPUs start one process per machine without axonml-jax launch: "
+            "ax.init() finds the others"
+        )
     if wanted == "auto":
         wanted = "gpu" if gpus else "cpu"
     if wanted == "gpu":
