@@ -117,6 +117,8 @@ def test_what_crosses_slices_has_the_price_of_the_network(capsys):
     ("arguments", "message"),
     [
         (["gpt2-small", "--devices", "8"], "give --batch"),
+        (["configs/quickstart.yaml", "--devices", "8", "--batch", "0"], "global_batch=0: each must be at least 1"),
+        (["configs/quickstart.yaml", "--devices", "8", "--length", "0"], "length=0: each must be at least 1"),
         (["gpt9", "--devices", "8"], "neither a configuration file nor one of gpt2-small"),
         (["llama3-8b", "--devices", "2", "--batch", "2", "--hardware", "v5e"], "no plan of 8,030,261,248 parameters"),
         (["gpt2-small", "--devices", "2", "--batch", "2", "--hardware", "v9"], "not in the table"),

@@ -563,8 +563,8 @@ def _subject(chosen: argparse.Namespace) -> tuple[RunConfig | None, TransformerC
         )
     config.require_whole("plan")
     sizes = {
-        "global_batch": chosen.batch or config.train.global_batch_size,
-        "length": chosen.length or config.data.length,
+        "global_batch": config.train.global_batch_size if chosen.batch is None else chosen.batch,
+        "length": config.data.length if chosen.length is None else chosen.length,
         "precision": chosen.precision or config.plan.precision,
         "moments": kept_values(config),
     }
