@@ -288,7 +288,12 @@ def keep_compiled(folder: str | None) -> None:
     """
     if folder is None or not jax.config.jax_enable_compilation_cache or kept_in() is not None:
         return
-    path = _caches() if folder == AUTO else Path(folder).expanduser()
+    try:
+        path = _caches() if folder == AUTO else Path(folder).expanduser()
+    except RuntimeError as error:  # this user has no home
+        if folder == AUTO:
+            return
+        raise ValueError(f"output.compiled={folder}: {error} Give a folder from the root, or null") from error
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not os.access(path, os.W_OK | os.X_OK):
