@@ -265,7 +265,7 @@ def count_workers(wanted: str, environ: Mapping[str, str]) -> tuple[int, tuple[s
     if platforms and not gpus and wanted not in ("cpu", "gpu") and "cpu" not in platforms.split(","):
         raise ConfigError(
             f"launch: JAX_PLATFORMS={platforms}: launched processes compute on NVIDIA GPUs, of which JAX could use none here, "
-            "or on the CPU; set JAX_PLATFORMS=cpu for the CPU. On TPUs start one process per machine without axonml-jax launch, "
+            "or on the CPU; set JAX_PLATFORMS=cpu for that. On TPUs start one process per machine without axonml-jax launch, "
             "and ax.init() finds the others"
         )
     if wanted == "auto":
