@@ -8,6 +8,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 
 from axonml_jax.config.config import ConfigError
+from axonml_jax.launch import launcher
 from axonml_jax.launch import workers as environment
 from axonml_jax.launch.options import read_options, streams_of
 from axonml_jax.launch.workers import Failure, report, root_cause, traceback_of
@@ -75,6 +76,22 @@ def test_variables_of_the_training_operator_are_defaults(script):
     environ = {"PET_NPROC_PER_NODE": "4", "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-0"}
     options = read_options(["--nproc-per-node=3", script], environ)
     assert (options.nproc_per_node, options.nnodes, options.node_rank, options.master_addr) == ("3", 2, 1, "job-0")
+
+
+def test_a_port_is_tried_at_the_address_of_its_kind(script):
+    try:
+        taken = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with taken:
+        port = taken.getsockname()[1]
+        at = lambda host: read_options(["--master-addr", host, "--master-port", str(port), script], {})
+        for host in ("::1", "[::1]"):
+            with pytest.raises(ConfigError, match=r"cannot listen on .*: Address already in use"):
+                launcher._check_port(at(host))
+    launcher._check_port(at("[::1]"))
+    with pytest.raises(ConfigError, match="--master-addr must be an address of this machine"):
+        launcher._check_port(at("192.0.2.1"))
 
 
 def test_streams_are_chosen_by_local_rank():
