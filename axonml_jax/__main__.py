@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from axonml_jax.base import Lossy
-from axonml_jax.cli.flags import TRACEBACK, in_flags, refusal, traceback_wanted
+from axonml_jax.cli.flags import TRACEBACK, importable, in_flags, refusal, traceback_wanted
 from axonml_jax.mesh.join import in_a_job, leave_now
 from axonml_jax.mesh.launchers import ray_context
 
@@ -44,21 +44,21 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments; None: those of this process.
 
     Returns:
-      The exit status: 0; 2 for anything wrong with the arguments or the configuration, said in one message on stderr
-      (see cli/flags.py); 130 after Ctrl-C; 143 after SIGTERM (a training run is saved after either); 141
-      when the reader of its output is gone.
+      The exit status: 0; 2 for anything wrong with the arguments or the configuration, with one message on stderr (see
+      cli/flags.py); 130 after Ctrl-C; 143 after SIGTERM (a training run is saved after either); 141 when the reader of
+      its output is gone; else the command's own: 3 and 5 of `train`, 4 of `explain`, the failed worker's of `launch`.
 
     Raises:
-      Exception: in a worker of Ray Train, whatever is wrong: its text is to reach the driver.
+      Exception: in a worker of Ray Train every error is raised, so that its text reaches the driver; elsewhere only bugs.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if ray_context() is not None:  # ending this process would hide why from Ray
+    if ray_context() is not None:  # if this process ended, Ray would not learn why
         if status := _dispatch(arguments):
             raise RuntimeError(
                 f"axonml-jax {' '.join(arguments)} has ended with status {status}: see what it has printed"
             )
         return status
-    if argv is None and arguments[:1] in (["train"], ["launch"]):  # more is at stake than their lines
+    if argv is None and arguments[:1] in (["train"], ["launch"]):  # lines that cannot be written must not end a run
         sys.stdout, sys.stderr = (_lossy(each, arguments[0] == "train") for each in (sys.stdout, sys.stderr))
     status = _status(arguments)
     if status not in (0, TERMINATED, INTERRUPTED) and in_a_job():
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _lossy(stream: Any, asks: bool) -> Any:
-    """A standard stream as `Lossy` writes it, where nobody has put another in its place."""
+    """Returns a standard stream whose failed writes lose lines instead of raising; one that was replaced stays as it is."""
     if stream is None or not any(stream is own for own in (sys.__stdout__, sys.__stderr__)):
         return stream
     stream.flush()
@@ -136,7 +136,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
 
 def _refuse_unknown(first: Sequence[str]) -> None:
-    """Name the command that was meant; a file alone says by its kind."""
+    """Refuse an unknown command, and suggest the one that was meant: the nearest name, or by a file's ending."""
     if not first or first[0].startswith("-") or first[0] in COMMANDS:
         return
     from axonml_jax.base import nearest
@@ -152,7 +152,7 @@ def _plan(arguments: Sequence[str]) -> int:
     from axonml_jax.cli.flags import plan_parser
 
     chosen = plan_parser().parse_args(arguments)
-    _importable(chosen.allow_imports)
+    importable(chosen.allow_imports)
     from axonml_jax.cli.plan import plan
 
     return plan(chosen, arguments)
@@ -186,7 +186,7 @@ def _run(command: str, *arguments: str) -> int:
 
     parsers = [imports_parser(command), budget_parser(command), *([estimate_parser()] if command == "explain" else [])]
     [allowed, budget, *estimate], rest = split_flags(parsers, arguments)
-    config = read_config(command, rest, help_of(parsers), _importable(allowed["allow_imports"]))
+    config = read_config(command, rest, help_of(parsers), importable(allowed["allow_imports"]))
     from axonml_jax.cli import train as run
 
     if command == "train":
@@ -205,7 +205,7 @@ def _saved(command: str, *arguments: str) -> int:
     parser = flags.eval_parser() if command == "eval" else flags.generate_parser()
     chosen, rest = parser.parse_known_args(arguments)
     flags.refuse_misspelt(parser, rest)
-    _importable(chosen.allow_imports)
+    importable(chosen.allow_imports)
     if command == "eval":
         from axonml_jax.cli.saved import eval_run
 
@@ -213,13 +213,6 @@ def _saved(command: str, *arguments: str) -> int:
     from axonml_jax.cli.saved import generate_text
 
     return generate_text(chosen, rest)
-
-
-def _importable(packages: list[str]) -> list[str]:
-    """The packages, which may lie in the working directory, as for `python -m`."""
-    if packages and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    return packages
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,6 +1,6 @@
-"""Training under Ray Train: who starts, watches and restarts the workers is Ray, what they do is as under any launcher.
+"""Training under Ray Train, which starts, watches and restarts the workers.
 
-Needs the extra `ray`. `ax.init()` in a worker finds its place by itself; this room adds what Ray wants to know of a training.
+Needs the extra `ray`. `ax.init()` in a worker finds its rank by itself; this module reports checkpoints and metrics to Ray.
 """
 
 import argparse
@@ -33,9 +33,9 @@ def trainer(
     config: Mapping[str, Any] | None = None,
     **run: Any,
 ) -> "DataParallelTrainer":
-    """Ray's trainer of a loop that calls `ax.init()`; `.fit()` runs it.
+    """Make Ray's trainer of a loop that calls `ax.init()`; `.fit()` runs it.
 
-    One worker a machine that has all its GPUs is best: `resources_per_worker={"GPU": 8}`. A worker that is lost costs one of
+    One worker per machine with all its GPUs is best: `resources_per_worker={"GPU": 8}`. A worker that is lost costs one of
     `max_failures`; all workers start again, and the loop goes on from its newest checkpoint.
 
     Args:
@@ -46,10 +46,13 @@ def trainer(
       max_failures: how often the workers start again.
       num_to_keep: how many of the newest reported checkpoints Ray keeps; it deletes the others. None keeps all.
       config: given to the loop.
-      **run: what else `ray.train.RunConfig` takes: `name`, `storage_path`, which all machines share, ...
+      **run: further arguments of `ray.train.RunConfig`: `name`, `storage_path` (which all machines share), ...
 
     Returns:
-      a `DataParallelTrainer`, whose `fit()` returns Ray's `Result`.
+      A `DataParallelTrainer`, whose `fit()` returns Ray's `Result`.
+
+    Raises:
+      ImportError: when Ray Train is not installed.
     """
     ray_train = _ray_train()
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer  # pyright: ignore[reportMissingImports]
@@ -77,10 +80,11 @@ def train(
     allow_imports: Sequence[str] = (),
     **options: Any,
 ) -> "DataParallelTrainer":
-    """Ray's trainer of a configuration, as `axonml-jax train` runs it; `.fit()` runs it.
+    """Make Ray's trainer of a configuration, as `axonml-jax train` runs it; `.fit()` runs it.
 
-    The file is read and checked here, and its text goes to the workers. Their devices are their own, the run's folder is below
-    Ray's, and a restarted run goes on from its newest checkpoint. `checkpoint.keep` becomes Ray's `num_to_keep`.
+    The file is read and checked here, and its text goes to the workers, without `devices.simulated`. The run's folder is below
+    Ray's, unless checkpoints are at a URL, and a restarted run goes on from its newest checkpoint. `checkpoint.keep` becomes
+    Ray's `num_to_keep`.
 
     Args:
       config: the path of a file, or the name of a configuration that comes with the package.
@@ -90,7 +94,8 @@ def train(
       **options: those of `trainer`.
 
     Raises:
-      ConfigError: for a configuration that cannot be read, and for settings that Ray's list of checkpoints would not outlive.
+      ConfigError: for a configuration that cannot be read, or settings by which the library would delete checkpoints that
+        Ray lists.
     """
     flags = ["--devices.simulated", "null"]
     given = read_config("train", [config, *overrides, *flags], imports=allow_imports)
@@ -104,10 +109,10 @@ def train(
 
 
 def folder(name: str = "checkpoints") -> str:
-    """Where checkpoints belong that Ray lists without copying them: below the run's folder in Ray's storage.
+    """Returns a folder below the run's folder in Ray's storage; checkpoints in it are listed by Ray without a copy.
 
     Raises:
-      ValueError: for a storage that is no disk.
+      ValueError: for a storage that is no file system of this machine.
     """
     import pyarrow.fs
 
@@ -138,9 +143,11 @@ class RayReport(Callback):
         self._listed: list[str] = []
 
     def on_step(self, event: TrainingEvent) -> None:
-        """Keep the step's metrics until a checkpoint of it is told of."""
+        """Keep the step's metrics until a checkpoint of this step, or of a later one, is reported."""
         self._seen[event.step] = dict(event.metrics)
-        if len(self._seen) % _KEPT_STEPS == 0:  # those are long finished, so that nobody is waited for
+        if (
+            len(self._seen) % _KEPT_STEPS == 0
+        ):  # old steps have finished: reading their metrics does not wait for a device
             self._seen |= {step: as_floats(each) for step, each in list(self._seen.items())[: -_KEPT_STEPS // 2]}
         if self._every is not None and event.step % self._every == 0:
             _ray_train().report({"step": event.step, **as_floats(self._seen[event.step])})
@@ -150,7 +157,7 @@ class RayReport(Callback):
         self._seen.setdefault(event.step, {}).update({f"valid_{name}": each for name, each in event.metrics.items()})
 
     def on_save(self, event: TrainingEvent) -> None:
-        """List the checkpoint, with the metrics of its own step."""
+        """Report the checkpoint to Ray, with the metrics of its own step; one at a URL is not reported."""
         metrics = as_floats(self._seen.get(event.step, {}))
         self._seen = {step: each for step, each in self._seen.items() if step > event.step}
         if "://" in str(event.path):  # Ray lists what is in its own storage alone
@@ -167,7 +174,7 @@ class RayReport(Callback):
         )
 
     def _require_listed(self) -> None:
-        """Refuse that somebody else has deleted what Ray lists, and would look for when it is started again."""
+        """Refuse to go on if a checkpoint that Ray lists was deleted: a restarted driver would look for it."""
         kept = _num_to_keep()
         listed = self._listed if kept is None else self._listed[-kept:]
         if gone := [path for path in listed if not Path(path).is_dir()]:
@@ -208,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(sent: Mapping[str, Any]) -> None:
-    """What a worker of `train` does."""
+    """Run a configuration in a worker of `train`."""
     from axonml_jax.cli.train import train as run
 
     with tempfile.TemporaryDirectory() as place:
@@ -223,7 +230,7 @@ def _run(sent: Mapping[str, Any]) -> None:
 
 _STATUS = {
     143: "stopped by SIGTERM and saved; started again, it goes on from there",
-    3: "too many updates in a row were not finite",
+    3: "too many updates in a row were not finite, or the loss spiked too often (spikes.limit)",
     5: "a first batch differs from one device's (train.check)",
 }
 
@@ -240,7 +247,7 @@ def _refuse_other_keepers(config: RunConfig) -> None:
 
 
 def _num_to_keep() -> int | None:
-    """How many checkpoints Ray keeps of this run."""
+    """Returns how many checkpoints Ray keeps of this run; None: all."""
     from ray.train.v2._internal.execution.context import get_train_context  # pyright: ignore[reportMissingImports]
 
     return get_train_context().train_run_context.run_config.checkpoint_config.num_to_keep

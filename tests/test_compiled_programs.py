@@ -100,6 +100,19 @@ def test_the_switches_hold(enabled, tmp_path, monkeypatch):
     assert kept_in() is None
 
 
+def test_a_user_without_a_home_keeps_none(enabled, monkeypatch):
+    def homeless(*_):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    keep_compiled("auto")
+    assert kept_in() is None
+    with pytest.raises(ValueError, match=r"output\.compiled=~/x: Could not determine .* Give a folder from the root"):
+        keep_compiled("~/x")
+
+
 def test_a_folder_that_others_may_write_is_refused_and_auto_does_without(enabled, tmp_path, monkeypatch, caplog):
     for mode, inner in ((0o777, ""), (0o770, ""), (0o777, "mine")):
         folder = tmp_path / f"{mode:o}{inner}" / inner

@@ -176,7 +176,9 @@ def test_too_few_examples_of_a_folders_text_say_that_files_are_not_cut(tmp_path)
     for name, size in {"a.txt": 40, "b.txt": 5000, "c.txt": 5000}.items():
         (tmp_path / name).write_text("x" * size)
     config = read_config("train", [QUICKSTART, *SMALL, f"--data.path={tmp_path}", "--train.global_batch_size=8"])
-    whole = r"another valid_fraction; of several files none is cut: .* whole ones of that share of the bytes at most, or the sm"
+    whole = (
+        r"another valid_fraction; several files are split as whole files: .* that share of the bytes at most, or the sm"
+    )
     with pytest.raises(ValueError, match=rf"leaves 2 examples to valid, fewer than .*=8: give .*{whole}"):
         load_data(config, read_text(config.data), ax.make_mesh(data=8))
     with pytest.raises(ValueError, match=rf"leaves 40 bytes to valid, too few .*length=64: give .*{whole}"):

@@ -3,10 +3,12 @@
 import re
 import socket
 import sys
+from importlib.machinery import ModuleSpec
 
 import pytest
 
 from axonml_jax.config.config import ConfigError
+from axonml_jax.launch import launcher
 from axonml_jax.launch import workers as environment
 from axonml_jax.launch.options import read_options, streams_of
 from axonml_jax.launch.workers import Failure, report, root_cause, traceback_of
@@ -57,6 +59,15 @@ def test_a_module_is_started_as_python_does(script):
     assert read_options(["-m", "axonml_jax", "train"], {}).command == [sys.executable, "-m", "axonml_jax", "train"]
 
 
+def test_a_module_may_have_a_finder_of_its_own_as_editable_installs_do(monkeypatch):
+    class Finder:
+        def find_spec(self, name, path=None, target=None):
+            return ModuleSpec(name, None) if name == "installed_editably" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
+    assert read_options(["-m", "installed_editably.train"], {}).target == "installed_editably.train"
+
+
 def test_a_script_may_be_given_its_own_name(script):
     assert read_options([script, script], {}).command == [sys.executable, script, script]
 
@@ -65,6 +76,22 @@ def test_variables_of_the_training_operator_are_defaults(script):
     environ = {"PET_NPROC_PER_NODE": "4", "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-0"}
     options = read_options(["--nproc-per-node=3", script], environ)
     assert (options.nproc_per_node, options.nnodes, options.node_rank, options.master_addr) == ("3", 2, 1, "job-0")
+
+
+def test_a_port_is_tried_at_the_address_of_its_kind(script):
+    try:
+        taken = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with taken:
+        port = taken.getsockname()[1]
+        at = lambda host: read_options(["--master-addr", host, "--master-port", str(port), script], {})
+        for host in ("::1", "[::1]"):
+            with pytest.raises(ConfigError, match=r"cannot listen on .*: Address already in use"):
+                launcher._check_port(at(host))
+    launcher._check_port(at("[::1]"))
+    with pytest.raises(ConfigError, match="--master-addr must be an address of this machine"):
+        launcher._check_port(at("192.0.2.1"))
 
 
 def test_streams_are_chosen_by_local_rank():
@@ -180,6 +207,7 @@ def four_gpus(monkeypatch):
         ("2", {}, 2, "5"),
         ("1", {}, 1, "4,5,GPU-a,7"),
         ("3", {"JAX_PLATFORMS": "cpu"}, 3, None),
+        ("2", {"JAX_PLATFORMS": "cuda,cpu", "CUDA_VISIBLE_DEVICES": ""}, 2, None),
         ("gpu", {"CUDA_VISIBLE_DEVICES": "1,-1,2"}, 1, "1"),
         ("2", {"CUDA_VISIBLE_DEVICES": ""}, 2, None),
     ],
@@ -196,6 +224,12 @@ def test_several_workers_get_a_gpu_each_and_a_single_one_gets_all(four_gpus, wan
     [
         ("5", {}, "4 are visible .* JAX_PLATFORMS=cpu"),
         ("gpu", {"JAX_PLATFORMS": "cpu"}, "no GPU that JAX could use"),
+        (
+            "2",
+            {"JAX_PLATFORMS": "tpu"},
+            "JAX_PLATFORMS=tpu: .* NVIDIA GPUs, of which .* without axonml-jax launch",
+        ),
+        ("auto", {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ""}, "JAX_PLATFORMS=cuda: .* set JAX_PLATFORMS=cpu"),
         ("two", {}, "positive number, auto, cpu or gpu"),
         ("0", {}, "positive number"),
         ("1000000000", {"JAX_PLATFORMS": "cpu"}, "1000000000: the launcher reads two pipes of every process"),

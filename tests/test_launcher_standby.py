@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from axonml_jax.launch.leftovers import Guard
+from axonml_jax.launch.leftovers import MARK, Guard
 from axonml_jax.launch.standby import go
 
 LIMIT = 120
@@ -113,3 +113,12 @@ def test_the_guard_ends_what_a_launcher_that_fails_has_left():
             guard.watch(process.pid)
             raise BrokenPipeError
         assert process.wait(LIMIT) == -15
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="variables are read in /proc")
+def test_the_guard_finds_python_where_the_launcher_does_and_carries_no_mark(monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/somewhere")
+    monkeypatch.setenv(MARK, "of the launch around")
+    with Guard("no mark") as guard:
+        environ = Path(f"/proc/{guard._process.pid}/environ").read_bytes().split(b"\0")
+    assert b"LD_LIBRARY_PATH=/somewhere" in environ and not any(each.startswith(MARK.encode()) for each in environ)

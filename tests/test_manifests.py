@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -201,6 +202,25 @@ def test_what_cannot_run_is_refused_and_nothing_is_printed(case, capsys):
     out, err = capsys.readouterr()
     assert not out
     assert re.search(words, err, re.DOTALL), err
+
+
+def test_the_flags_of_train_count_as_they_do_there(capsys, tmp_path, monkeypatch):
+    large = ["--nnodes=1", "--gpus-per-node=1", "train", "configs/gpt_fsdp.yaml", "--model.hidden_size=16384"]
+    large += ["--model.num_layers=64", "--model.num_heads=128"]
+    assert "--force" in written("slurm", capsys, [*large, "--force"])
+    assert "--max-memory 9TB" in written("slurm", capsys, [*large, "--max-memory", "9TB"])
+    assert main(["launch", "--write=slurm", *COMMAND[:1], *COMMAND[2:], "--max-memory=1KiB"]) == 2
+    assert "needs" in capsys.readouterr().err
+    configuration = (Path.cwd() / COMMAND[-1]).resolve()
+    (tmp_path / "of_the_working_directory.py").write_text(
+        "import optax\n\ndef mine(learning_rate):\n    return optax.adam(learning_rate)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    own = ["--optim.class_path=of_the_working_directory.mine"]
+    written(
+        "slurm", capsys, ["--nnodes=1", "train", str(configuration), *own, "--allow-imports=of_the_working_directory"]
+    )
 
 
 def test_every_kind_has_a_schema_or_a_script():

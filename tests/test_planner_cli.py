@@ -117,6 +117,8 @@ def test_what_crosses_slices_has_the_price_of_the_network(capsys):
     ("arguments", "message"),
     [
         (["gpt2-small", "--devices", "8"], "give --batch"),
+        (["configs/quickstart.yaml", "--devices", "8", "--batch", "0"], "global_batch=0: each must be at least 1"),
+        (["configs/quickstart.yaml", "--devices", "8", "--length", "0"], "length=0: each must be at least 1"),
         (["gpt9", "--devices", "8"], "neither a configuration file nor one of gpt2-small"),
         (["llama3-8b", "--devices", "2", "--batch", "2", "--hardware", "v5e"], "no plan of 8,030,261,248 parameters"),
         (["gpt2-small", "--devices", "2", "--batch", "2", "--hardware", "v9"], "not in the table"),
@@ -154,6 +156,10 @@ def test_a_budget_fails_the_check_and_names_what_grew(tiny, tmp_path, capsys):
     assert main(["explain", str(tiny), "--check", str(baseline), "--plan.accumulate", "2", "--max-memory", "1KiB"]) == 4
     out = capsys.readouterr().out
     assert "over budget: memory" in out and "at most 1,024 are allowed" in out and "over budget: traffic" in out
+    both = ["--check", str(baseline), "--write-baseline", str(baseline)]
+    assert main(["explain", str(tiny), *both, "--plan.accumulate", "2"]) == 4  # checked before it is written anew
+    assert main(["explain", str(tiny), "--check", str(baseline), "--plan.accumulate", "2"]) == 0
+    assert main(["explain", str(tiny), "--write-baseline", str(baseline)]) == 0
     assert main(["explain", str(tiny), "--check", str(tmp_path / "none.json")]) == 2
     assert "--write-baseline" in capsys.readouterr().err
 

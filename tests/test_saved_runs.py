@@ -219,6 +219,8 @@ REFUSED = {
         "--plot",
         "x.png",
     ),
+    "--plot none/x.png: there is no folder none": ("runs", "--plot", "none/x.png"),
+    "--plot x.foo: Format 'foo' is not supported": ("runs", "--metric", "loss", "--plot", "x.foo"),
     "unknown command 'evaluate': did you mean axonml-jax eval?": ("evaluate", "runs/quick"),
 }
 
@@ -241,6 +243,7 @@ def test_runs_are_listed_best_first_with_what_differs(place, said):
     assert found["differences"] == {"optim.learning_rate": [0.03, 0.0003]}
     pytest.importorskip("matplotlib")
     assert "written   both.png" in said("runs", "--plot", "both.png") and (place / "both.png").stat().st_size > 5_000
+    assert len(json.loads(said("runs", "--plot", "both.png", "--json"))["runs"]) == 2
 
 
 def test_settings_that_only_some_runs_have_differ():

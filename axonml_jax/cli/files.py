@@ -1,4 +1,4 @@
-"""`import` and `export`: weights from other people's files, and into them."""
+"""`import` and `export`: Hugging Face weights into a run's folder, and a checkpoint's model into Hugging Face files."""
 
 import argparse
 import os
@@ -32,27 +32,27 @@ from axonml_jax.models.weights import check_pretrained, pretrained_config, write
 from axonml_jax.parallel.plan import Plan
 
 # --------------------------------------------------------------------------------------------------
-# `axonml-jax import`: a folder to train from of published weights, all of which are found to have their place first.
+# `axonml-jax import`: a run's folder from published weights, after checking that every weight has its place in the model.
 # --------------------------------------------------------------------------------------------------
 
 WEIGHTS = "weights"
-"""Where in the folder the weights are."""
+"""The subfolder of the run's folder that holds the weights."""
 
 TOKENIZER = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
-"""Files beside the weights that go with them wherever they go."""
+"""Files that are copied with the weights, if they are there; only the first is read here."""
 
 
 def import_weights(chosen: argparse.Namespace) -> int:
-    """Make a run folder from a folder of Hugging Face weights.
+    """Make a run folder from a folder of Hugging Face weights; the files are linked, or copied where links cannot be made.
 
     Args:
       chosen: `source` and `target`.
 
     Raises:
-      ConfigError: for weights that the transformer here cannot have, or a folder with something in it.
+      ValueError: for weights that the library's transformer cannot hold, or a target that is not empty or cannot be made.
     """
     source, target = chosen.source, chosen.target
     require_folder("RUN_FOLDER", target)
@@ -115,10 +115,10 @@ def _in_one_loop(config: TransformerConfig) -> dict[str, bool]:
 
 
 def _content(name: str, config: TransformerConfig, weights: Path, tokens: dict[str, str]) -> dict[str, Any]:
-    """The text of the configuration; keys that are left out have their defaults.
+    """Returns the sections of the configuration, without keys that have their defaults.
 
     Raises:
-      ConfigError: when nothing can be trained with it.
+      ConfigError: when the model makes no valid configuration.
     """
     length = min(DataConfig().length, config.max_length)
     try:
@@ -155,7 +155,8 @@ def export_weights(chosen: argparse.Namespace) -> int:
       chosen: `source`, `target`, `ema`, `dtype`, `shard_size` and `allow_imports`.
 
     Raises:
-      ConfigError: for a folder without a checkpoint, a model of none of the families, or a folder with something in it.
+      ValueError: for a folder without a checkpoint, a model that no Hugging Face family describes, or a target that is not
+        empty or cannot be made.
     """
     source, target = _checkpoint(chosen.source), chosen.target
     require_folder("HF_FOLDER", target)
@@ -164,7 +165,7 @@ def export_weights(chosen: argparse.Namespace) -> int:
     if chosen.ema:
         require_average(source)
     run = _configuration(source, chosen.allow_imports)
-    # The parameters are the same whatever splits the layers: here only fsdp does.
+    # These settings change no parameter. Here fsdp alone shards the model.
     plain = {"split": "tensor", "sequence_parallel": False, "ring": False, "overlap": False, "prefetch": False}
     own = run.transformer_for("export")
     config = replace(own, **plain, param_dtype=chosen.dtype or own.param_dtype)
@@ -212,7 +213,7 @@ def _checkpoint(path: Path) -> Path:
 
 
 def _configuration(checkpoint: Path, imports: list[str]) -> RunConfig:
-    """The configuration of the run that a checkpoint belongs to."""
+    """Read the configuration of the run that a checkpoint belongs to, from one or two folders above it."""
     for folder in checkpoint.parents[:2]:
         if (folder / NEWEST).is_file():
             return read_config("train", [str(folder / NEWEST)], imports=imports)

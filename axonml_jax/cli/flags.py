@@ -5,6 +5,7 @@ import difflib
 import dis
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,10 +16,10 @@ from axonml_jax.models.config import PRESETS
 from axonml_jax.planner.hardware import FAILURE_RATES, HARDWARE, SEARCHED, Assumptions, SaveAssumptions, failure_rate
 
 # --------------------------------------------------------------------------------------------------
-# Telling what the user can mend from a bug: a refusal is one message on the command line, a bug keeps its traceback.
+# Refusals and bugs: a refusal is printed as one message, a bug keeps its traceback.
 #
-# The library's own rule decides: what it finds wrong with what it was given it says by a `raise` statement, with the
-# remedy, and what it gets wrong itself ends in an `assert` or in somebody else's line of code.
+# An exception is a refusal if a `raise` statement of this package raised it: that is how the library reports wrong input,
+# with the remedy. Its own bugs end in an `assert`, or in a line of somebody else's code.
 # --------------------------------------------------------------------------------------------------
 
 TRACEBACK = "AXONML_JAX_TRACEBACK"
@@ -29,14 +30,14 @@ _KINDS = (ValueError, TypeError, OSError, ImportError, RuntimeError)
 
 
 def refusal(error: BaseException) -> str | None:
-    """The message for an exception that this package raised, or of a file that the system refused; None for a bug.
+    """Returns the message to print for an exception, or None if it is a bug.
 
     Args:
-      error: as it was caught.
+      error: the exception, with its traceback.
 
     Returns:
       The message of an exception that a `raise` statement of this package has raised, or the path and the reason of a file
-      that the system did not give.
+      operation that the system refused.
 
     >>> try:
     ...     int("two")
@@ -66,7 +67,7 @@ _IN_PYTHON = (
     ),
     (r"give bytes, as memory='16GiB'", "give bytes, as --plan.memory 16GiB"),
 )
-"""Remedies as Python says them, and as the command line does."""
+"""Patterns of remedies in Python, and the same remedies on the command line."""
 
 
 def in_flags(text: str, fewer: str = "--devices.simulated {}") -> str:
@@ -74,7 +75,7 @@ def in_flags(text: str, fewer: str = "--devices.simulated {}") -> str:
 
     Args:
       text: the message.
-      fewer: how it takes fewer devices; their number goes into the braces.
+      fewer: the flag that takes fewer devices; `{}` becomes their number.
 
     >>> in_flags("data=3 or pass devices=jax.devices()[:4]", "--devices {}")
     'data=3 or --devices 4'
@@ -84,8 +85,15 @@ def in_flags(text: str, fewer: str = "--devices.simulated {}") -> str:
     return text
 
 
+def importable(packages: list[str]) -> list[str]:
+    """Add the working directory to the import path if packages may be imported, as `python -m` does; returns them."""
+    if packages and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    return packages
+
+
 def traceback_wanted() -> bool:
-    """Whether the user asks for tracebacks of refusals."""
+    """Whether the user asks for tracebacks of refusals (`TRACEBACK`)."""
     return os.environ.get(TRACEBACK, "") not in ("", "0")
 
 
@@ -142,17 +150,17 @@ def export_parser() -> argparse.ArgumentParser:
 
 
 # --------------------------------------------------------------------------------------------------
-# Files and folders that a command is going to write, looked at before it computes anything.
+# Files and folders that a command will write, checked before it computes anything.
 # --------------------------------------------------------------------------------------------------
 
 _PICTURES = (".svg", ".png", ".pdf")
 
 
 def require_writable(files: Mapping[str, Path | None]) -> None:
-    """Refuse output files that cannot be written.
+    """Refuse output files that are folders or whose folder is missing, and a `--picture` that ends in no picture format.
 
     Args:
-      files: by the flag that names them; None is not written. A `--picture` must have the ending of one.
+      files: paths by the flag that names them; None: the flag was not given.
 
     Raises:
       ValueError: with everything that is wrong.
@@ -175,11 +183,11 @@ def require_folder(setting: str, folder: Path) -> None:
     """Refuse a folder that can neither be used nor made.
 
     Args:
-      setting: that names it.
-      folder: the whole path will be made.
+      setting: the name of the setting, for the message.
+      folder: its value; folders that are missing above it will be made too.
 
     Raises:
-      ValueError: when something else is there, or the folder that it would be in is not the user's to write.
+      ValueError: when a file is in its place or above it, or the nearest folder that exists may not be written to.
     """
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not there.is_dir():
@@ -193,7 +201,7 @@ def require_folder(setting: str, folder: Path) -> None:
 # --------------------------------------------------------------------------------------------------
 
 MEASURE = "measure"
-"""The hardware that means the devices of this machine."""
+"""The value of `--hardware` that stands for the devices of this machine."""
 
 
 def plan_parser() -> argparse.ArgumentParser:
@@ -334,10 +342,10 @@ def eval_parser() -> argparse.ArgumentParser:
 
 
 def refuse_misspelt(parser: argparse.ArgumentParser, rest: Sequence[str]) -> None:
-    """Suggest the command's flag that was meant, before the rest is read as configuration keys.
+    """Refuse a misspelt flag of the command, before the rest is read as configuration keys.
 
     Raises:
-      ConfigError: for a flag without a section that is nearly one of the command's.
+      ConfigError: for a flag without a dot that is nearly one of the command's, which it names.
     """
     own = [flag for action in parser._actions for flag in action.option_strings]
     for given in (

@@ -1,6 +1,6 @@
 """`axonml-jax launch --write KIND`: the manifest with which a cluster engine runs a configuration, after checking its plan.
 
-Every engine starts one process a machine, which sees all its GPUs, and which `ax.init()` finds by what that engine says.
+Every engine starts one process a machine, which sees all its GPUs; `ax.init()` reads the job from that engine's variables.
 """
 
 import argparse
@@ -13,11 +13,12 @@ from typing import Any
 import yaml
 
 from axonml_jax.base import size_in_words
-from axonml_jax.cli.flags import in_flags
+from axonml_jax.cli.flags import importable, in_flags
 from axonml_jax.cli.plan import predicted_on
 from axonml_jax.cli.run import batch_of_tokens
 from axonml_jax.cli.train import DIFFERS, DIVERGED, TERMINATED
 from axonml_jax.config.config import (
+    Budget,
     ConfigError,
     RunConfig,
     against_split,
@@ -47,16 +48,16 @@ _GPUS = {name: kind for name, kind in HARDWARE.items() if kind.platform == "cuda
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The facts that all manifests state.
+    """What the manifests state of a job.
 
     Attributes:
-      name: of the run, as the name of a machine may be.
-      nnodes: machines.
-      gpus: of each.
-      kind: of GPU.
-      image: of the container; empty without one.
+      name: the run's, made valid for machines (see `_machine_name`).
+      nnodes: number of machines.
+      gpus: number of GPUs of each.
+      kind: the GPU.
+      image: the container's; empty without one.
       folder: a folder that all machines share.
-      claim: the volume that it is: a claim on Kubernetes, a bucket for SkyPilot.
+      claim: the volume of that folder: a claim on Kubernetes, a bucket for SkyPilot.
       arguments: what follows `axonml-jax train`.
     """
 
@@ -121,9 +122,9 @@ def _jobset(job: Job) -> tuple[str, dict[str, Any]]:
         "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": of_job}}],
     }
     said = f"""\
-kubectl apply -f FILE; the cluster needs JobSet, the claim {job.claim}, and the image the configuration.
-One pod that is lost starts all anew, {RESTARTS} times, and the run goes on from its checkpoint. What cannot run, or diverges
-(exit codes {", ".join(map(str, _HOPELESS))}), ends the set. SIGTERM saves first, within {GRACE} s."""
+kubectl apply -f FILE; the cluster needs JobSet and the claim {job.claim}; the image must hold the configuration.
+If one pod is lost all start again, {RESTARTS} times, and the run goes on from its checkpoint. A run that cannot start, or
+diverges (exit codes {", ".join(map(str, _HOPELESS))}), ends the set. SIGTERM saves first, within {GRACE} s."""
     kind = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}
     return said, {**kind, "metadata": {"name": job.name}, "spec": spec}
 
@@ -147,8 +148,8 @@ def _trainjob(job: Job) -> tuple[str, dict[str, Any]]:
         "runtimePatches": [{"manager": "axonml-jax/launch", "trainingRuntimeSpec": {"template": template}}],
     }
     said = f"""\
-kubectl apply -f FILE; the cluster needs Kubeflow Trainer v2 with its runtime jax-distributed, the claim {job.claim}, and the
-image the configuration. The runtime says how often a job starts again; the run goes on from its checkpoint."""
+kubectl apply -f FILE; the cluster needs Kubeflow Trainer v2 with its runtime jax-distributed, and the claim {job.claim}; the
+image must hold the configuration. The runtime says how often a job starts again; the run goes on from its checkpoint."""
     kind = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob"}
     return said, {**kind, "metadata": {"name": job.name}, "spec": spec}
 
@@ -181,7 +182,8 @@ def _rayjob(job: Job) -> tuple[str, dict[str, Any]]:
         "rayClusterSpec": cluster,
     }
     said = f"""\
-kubectl apply -f FILE; the cluster needs KubeRay, the claim {job.claim}, and the image the configuration and axonml-jax[ray].
+kubectl apply -f FILE; the cluster needs KubeRay and the claim {job.claim}; the image must hold the configuration and
+axonml-jax[ray].
 A worker that is lost costs one of {RESTARTS} restarts, the head one of {RESTARTS} clusters; both go on from the checkpoint."""
     return said, {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": {"name": job.name}, "spec": spec}
 
@@ -270,7 +272,7 @@ def manifest(kind: str, job: Job) -> str:
 
 
 def write_manifest(argv: Sequence[str]) -> int:
-    """Print a manifest.
+    """Check a configuration on paper, and print its manifest.
 
     Args:
       argv: what follows `axonml-jax launch`: `--write KIND`, its flags, `train`, a configuration and flags that change it.
@@ -279,7 +281,7 @@ def write_manifest(argv: Sequence[str]) -> int:
       0.
 
     Raises:
-      ConfigError: for what cannot run on these machines, before anything is printed.
+      ConfigError: for flags that are missing or wrong, and what cannot run on these machines, before anything is printed.
     """
     given = _parser().parse_args(argv)
     if given.command != "train":
@@ -297,8 +299,8 @@ def write_manifest(argv: Sequence[str]) -> int:
     gpus = kind.island if given.gpus_per_node is None else given.gpus_per_node
     if given.nnodes < 1 or gpus < 1:
         raise ConfigError(f"launch --write: --nnodes {given.nnodes}, --gpus-per-node {gpus}: must be at least 1")
-    arguments, config = _arguments(given.kind, given.arguments, folder)
-    said = check_on(config, given.nnodes * gpus, kind)
+    arguments, config, budget = _arguments(given.kind, given.arguments, folder)
+    said = check_on(config, given.nnodes * gpus, kind, budget)
     name = _machine_name(config.name)
     job = Job(
         name=name, nnodes=given.nnodes, gpus=gpus, kind=kind, image=given.image or "", folder=folder,
@@ -311,17 +313,17 @@ def write_manifest(argv: Sequence[str]) -> int:
 
 
 def _machine_name(name: str) -> str:
-    """A run's name made valid for machines and services: it begins with a letter, and leaves room for a number."""
+    """Returns a run's name made valid for machines and services: it begins with a letter, and has at most 40 characters."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return (plain if plain[:1].isalpha() else f"run-{plain}")[:40].strip("-")
 
 
-def _arguments(kind: str, given: Sequence[str], folder: str) -> tuple[list[str], RunConfig]:
-    """The arguments of `train` on the cluster, and the configuration that they mean."""
+def _arguments(kind: str, given: Sequence[str], folder: str) -> tuple[list[str], RunConfig, Budget]:
+    """The arguments of `train` on the cluster, and the configuration and limits that they mean."""
     if not given:
         raise ConfigError(f"launch --write {kind}: give a configuration after train")
     [allowed, budget], rest = split_flags([imports_parser("train"), budget_parser("train")], given)
-    imports = allowed["allow_imports"]
+    imports = importable(allowed["allow_imports"])
     if kind == "rayjob" and any(budget.values()):
         raise ConfigError(
             "launch --write rayjob: --max-memory and --force are flags of axonml-jax train, which Ray's driver lacks"
@@ -333,17 +335,23 @@ def _arguments(kind: str, given: Sequence[str], folder: str) -> tuple[list[str],
     if kind != "rayjob":  # there Ray's own folder and restarts
         wanted = {"--output.dir": folder} | wanted | ({"--resume": "auto"} if config.resume is None else {})
     added += [word for flag, value in wanted.items() if flag not in own for word in (flag, value)]
-    return [*given, *added], read_config("train", [*rest, *added], imports=imports)
+    return [*given, *added], read_config("train", [*rest, *added], imports=imports), Budget(**budget)
 
 
-def check_on(config: RunConfig, devices: int, kind: Hardware) -> str:
+def check_on(config: RunConfig, devices: int, kind: Hardware, budget: Budget) -> str:
     """Check a configuration for a number of devices of a kind, without having them.
 
+    Args:
+      config: the run's.
+      devices: how many there will be.
+      kind: of hardware.
+      budget: `max_memory` is the limit in the place of the hardware's; with `force` there is none.
+
     Returns:
-      What was found, in words.
+      The mesh and the predicted memory in words; no memory of a model of the user's own or with adapters.
 
     Raises:
-      ConfigError: for degrees, sizes, a batch or memory that do not fit.
+      ConfigError: for degrees, sizes, a batch or memory that do not fit, or a run that saves nothing.
     """
     if config.checkpoint.every is None:
         raise ConfigError(
@@ -365,8 +373,8 @@ def check_on(config: RunConfig, devices: int, kind: Hardware) -> str:
     if model is None or config.finetune.lora.rank is not None:
         return f"{on}; memory is not predicted for a model of your own, nor for adapters: axonml-jax explain says what rests"
     found = predicted_on(config, plan, shape.degrees, kind.platform, kind.torus)
-    limit = kind.memory * Assumptions().memory_margin
-    if found.memory.total > limit:
+    limit = budget.max_memory or kind.memory * Assumptions().memory_margin
+    if found.memory.total > limit and not budget.force:
         raise ConfigError(
             f"on {devices} {kind.name}: this plan needs {found.memory.total / 2**30:,.1f} GiB on each device, and "
             f"{limit / 2**30:,.1f} GiB may be filled: let axonml-jax plan find one that fits, or take more of mesh.fsdp, "

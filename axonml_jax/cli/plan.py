@@ -72,7 +72,7 @@ from axonml_jax.training.step import TrainStep
 
 
 def describe(config: RunConfig, ground: RunSetup) -> str:
-    """Model, mesh, plan, memory and batch, a line each."""
+    """Returns model, mesh, plan, memory, optimizer and batch of a run in words, a line each."""
     rows = {
         **_model(config, ground),
         **_lora(config, ground),
@@ -125,9 +125,13 @@ def _batch(config: RunConfig, ground: RunSetup) -> str:
 
 
 def step_in_words(config: RunConfig, ground: RunSetup, *, compiles: bool = True) -> list[str]:
-    """The ledger of the run's training step, and which of its products are of 8-bit floats where some are.
+    """Returns the ledger of the run's training step, and its products in 8-bit floats if there are some.
 
-    A step within `plan.memory` is compiled, and refused here if nothing fits; or, on another machine's behalf, only traced.
+    Args:
+      config: the run's.
+      ground: its devices, mesh and plan.
+      compiles: if `plan.memory` is set, choose what is recomputed by compiling, and refuse a step that does not fit; false:
+        choose it from a trace, as the machine that will train is another one.
     """
     view, shapes, placement = _placed(config, ground)
     tx = averaging(make_optimizer(config.optim, config.train.steps, view.stacked_dims), placement, config.ema.decay)
@@ -143,13 +147,13 @@ def step_in_words(config: RunConfig, ground: RunSetup, *, compiles: bool = True)
 
 
 def memory(config: RunConfig, ground: RunSetup) -> FSDPMemoryStats:
-    """Bytes per device of parameters, gradients and optimizer state, by formula."""
+    """Returns the bytes per device of parameters, gradients and optimizer state by formula, without activations."""
     view, shapes, placement = _placed(config, ground)
     return estimate(placement, _kept_copies(config, view, shapes), view)
 
 
 def kept_values(config: RunConfig) -> int:
-    """Values that the run's optimizer keeps per parameter of the transformer, the moving average among them."""
+    """Returns how many values per parameter of the transformer the optimizer keeps; a moving average counts as one more."""
     return _kept_copies(config, *_shapes(config))
 
 
@@ -160,7 +164,7 @@ def _kept_copies(config: RunConfig, view: Functional, shapes: Variables) -> int:
 def check_optimizer(config: RunConfig) -> None:
     """Refuse an optimizer that cannot be made, or groups without a parameter, before anything is allocated.
 
-    The parameters of a model of one's own are known later (see `check_own`).
+    Groups are checked here for the library's transformer alone; `check_own` checks them for a model of the user's own.
 
     Raises:
       ValueError: with what is wrong.
@@ -171,7 +175,7 @@ def check_optimizer(config: RunConfig) -> None:
 
 
 def check_own(config: RunConfig, ground: RunSetup) -> None:
-    """Refuse a model or a loss of one's own that cannot be made, or cannot run as the plan says, before anything is allocated.
+    """Refuse a user's model or loss that cannot be made, or cannot run as the plan says, before anything is allocated.
 
     Raises:
       ValueError, TypeError: with what is wrong.
@@ -198,7 +202,7 @@ def _placed(config: RunConfig, ground: RunSetup) -> tuple[Functional, Variables,
 
 
 def _memory(config: RunConfig, ground: RunSetup) -> str:
-    """What a device holds in words; of models that are only traced a stack of layers counts as one unit, so at most that."""
+    """Describe what a device holds; an upper bound ("at most") where a model is only traced, as a stack is then one unit."""
     held = memory(config, ground)
     known = not isinstance(config.model, OwnModel) and config.finetune.lora.rank is None
     if known and held.gathered_bytes:
@@ -237,7 +241,7 @@ def _experts(model: TransformerConfig) -> str:
 
 
 def _plan(plan: PlanConfig, shards: bool) -> str:
-    """The settings, and by ZeRO's name what is split."""
+    """Returns the plan's settings in words, the sharding strategy with its ZeRO stage."""
     words, without = [], ["diloco"]
     if plan.diloco.every is not None:
         words, without = [plan.diloco.build().in_words("data")], ["diloco", *REDUCING]
@@ -268,13 +272,13 @@ def _settings(section: Any, without: Collection[str] = ()) -> str:
 
 
 def show(found: Prediction, asked: Estimate, model: str, budget: float | None) -> str:
-    """Time and timeline in words; draws the picture.
+    """Returns a step's time and timeline in words if a kind of hardware is asked for, and draws the picture if one is.
 
     Args:
       found: what the plan holds and sends.
-      asked: what to say of it.
-      model: its name.
-      budget: bytes of a device to use, as far as they were given; else all that the hardware has.
+      asked: the kind of hardware and the picture's path.
+      model: the model's name.
+      budget: bytes of a device that the picture marks; None: all that the hardware has, if it is given.
 
     Raises:
       ConfigError: for a picture that cannot be drawn.
@@ -291,7 +295,7 @@ def show(found: Prediction, asked: Estimate, model: str, budget: float | None) -
 
 
 def drawn(found: Prediction, line: Timeline | None, path: Path, model: str, budget: float | None) -> str:
-    """Draw a prediction, with its timeline where there is one, and say where.
+    """Draw a prediction, with its timeline if there is one; returns a line that names the file.
 
     Raises:
       ConfigError: for a picture that cannot be drawn.
@@ -315,10 +319,10 @@ OVER_BUDGET = 4
 
 
 def baseline(budget: Budget) -> dict[str, float]:
-    """What the baseline to check against allows; empty without one.
+    """Returns the memory and traffic in bytes per device of the baseline `--check`; empty without one.
 
     Raises:
-      ConfigError: for a file that is not there or is none.
+      ConfigError: for a file that is missing or is no baseline.
     """
     if budget.check is None:
         return {}
@@ -340,7 +344,11 @@ def predicted(config: RunConfig, ground: RunSetup, kind: Hardware | None = None)
 def predicted_on(
     config: RunConfig, plan: Plan, degrees: dict[str, int], platform: str | None, torus: int
 ) -> Prediction:
-    """The same of devices that need not be there."""
+    """Returns the ledger's prediction of a run's step for mesh sizes and a kind of devices that need not be here.
+
+    Raises:
+      ConfigError: for a model of the user's own, or one with adapters.
+    """
     flags = "--check, --max-memory, --hardware, --picture"
     model: Any = config.transformer_for(f"a prediction ({flags})")
     config.require_whole(f"a prediction ({flags})")
@@ -358,28 +366,30 @@ def predicted_on(
 
 
 def over_budget(found: Prediction, budget: Budget) -> list[str]:
-    """What costs more than it may; writes the baseline where asked to.
+    """Returns a line for each cost that is over its limit, and writes the new baseline if one is asked for.
 
     Raises:
-      ConfigError: for a baseline that is not there or is none.
+      ConfigError: for a baseline that is missing or is no baseline.
     """
-    costs = {"memory": found.memory.total, "traffic": float(found.total_bytes)}
-    if budget.write_baseline is not None:
+    costs, before = {"memory": found.memory.total, "traffic": float(found.total_bytes)}, baseline(budget)
+    if budget.write_baseline is not None:  # it may be the file that is checked
         budget.write_baseline.write_text(json.dumps(costs, indent=2) + "\n", encoding="utf-8")
     wrong = []
     if budget.max_memory is not None and found.memory.total > budget.max_memory:
         wrong.append(f"memory {found.memory.total:,} bytes per device, at most {budget.max_memory:,.0f} are allowed")
-    for name, allowed in baseline(budget).items():
+    for name, allowed in before.items():
         if costs[name] > allowed * (1 + budget.tolerance):
             wrong.append(f"{name} {costs[name]:,.0f} bytes per device, {allowed:,.0f} in {budget.check}")
     return wrong
 
 
 def require_fit(config: RunConfig, ground: RunSetup, budget: Budget) -> None:
-    """Refuse a plan that a device's memory cannot hold, as far as the device says what it has.
+    """Refuse a plan that needs more than `--max-memory`, or else than a device says that it has.
+
+    Without either, and with `--force`, nothing is refused.
 
     Raises:
-      ConfigError: with the bytes by kind and the remedies, unless forced.
+      ConfigError: with the bytes by kind and the remedies.
     """
     limit = budget.max_memory or device_memory()
     if limit is None or budget.force:
@@ -397,9 +407,10 @@ def require_fit(config: RunConfig, ground: RunSetup, budget: Budget) -> None:
 
 
 def _require_resting(config: RunConfig, ground: RunSetup, limit: float) -> None:
-    """Refuse what does not fit without activations, of a user's own model and of one with adapters, whose steps are not known.
+    """Refuse a user's own model, or one with adapters, that does not fit even without activations, which are not predicted.
 
-    Where units are gathered at their use a stack of layers counts whole, which a step may slice: what is gathered is left out.
+    If units are gathered at their use, gathered bytes are left out too: a stack of layers counts as one unit here, and a step
+    may gather it layer by layer.
     """
     held = memory(config, ground)
     held = replace(held, gathered_bytes=0) if _placed(config, ground)[2].at_use is not None else held
@@ -411,7 +422,7 @@ def _require_resting(config: RunConfig, ground: RunSetup, limit: float) -> None:
 
 
 def device_memory() -> float | None:
-    """Bytes that a device of this process has, where it says so (CPU devices do not)."""
+    """Returns the bytes that a device of this process may hold; None if it does not say (CPU devices)."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return stats.get("bytes_limit")
 
@@ -422,7 +433,7 @@ def device_memory() -> float | None:
 # --------------------------------------------------------------------------------------------------
 
 _NO_DATA = "# set data.path and data.tokenizer: without them it trains on the bytes of Python's standard library\n"
-"""In a file that was made from a published model's name alone."""
+"""A comment in files that are made from a preset's name alone."""
 
 _STAGES = {0: None, 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
 
@@ -475,7 +486,7 @@ def plan(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
-    """What a configuration's own mesh and plan cost, and what a compiler makes of them."""
+    """Print what a configuration's own mesh and plan cost, and with `--verify` what the compiler says of them."""
     if base is None:
         raise ValueError("--as-written wants a configuration file, whose mesh and plan it takes")
     searched = {"axes": SEARCHED, "remat": ["none", "selective", "full"], "json": False, "offload": False}
@@ -520,7 +531,7 @@ def _name(chosen: argparse.Namespace, base: RunConfig | None) -> str:
 
 
 def _subject(chosen: argparse.Namespace) -> tuple[RunConfig | None, TransformerConfig, dict[str, Any]]:
-    """The model, and how much of it is trained at once: a preset's, or a configuration file's."""
+    """Returns the configuration (None for a preset), the model, and the planner's sizes: batch, length, precision, moments."""
     sizes: dict[str, Any] = {
         "global_batch": chosen.batch,
         "length": chosen.length,
@@ -552,8 +563,8 @@ def _subject(chosen: argparse.Namespace) -> tuple[RunConfig | None, TransformerC
         )
     config.require_whole("plan")
     sizes = {
-        "global_batch": chosen.batch or config.train.global_batch_size,
-        "length": chosen.length or config.data.length,
+        "global_batch": config.train.global_batch_size if chosen.batch is None else chosen.batch,
+        "length": config.data.length if chosen.length is None else chosen.length,
         "precision": chosen.precision or config.plan.precision,
         "moments": kept_values(config),
     }
@@ -561,7 +572,7 @@ def _subject(chosen: argparse.Namespace) -> tuple[RunConfig | None, TransformerC
 
 
 def _long_enough(config: TransformerConfig, length: int) -> TransformerConfig:
-    """A published model for longer sequences than it was trained on, where no table of positions ends."""
+    """Returns a preset whose `max_length` is at least a length; unchanged without rotary positions, whose table ends."""
     longer = max(length, config.max_length) if config.position == "rotary" else config.max_length
     return replace(config, max_length=longer)
 
@@ -620,7 +631,7 @@ def config_text(answer: Answer, base: RunConfig | None = None, arguments: Sequen
 
 
 def _changed(config: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """What of a configuration's values is not as it is by default."""
+    """Returns the values of a configuration that differ from their defaults, by section."""
     kept = {}
     for field in fields(config):
         if field.name not in values:  # a section of its own
@@ -642,7 +653,7 @@ def _without_outputs(arguments: Sequence[str]) -> list[str]:
 
 
 def _packed(base: RunConfig | None) -> list[Shard]:
-    """What `plan.wire` and `plan.reduce_wire` ask to be considered too: shards and gradients that travel packed."""
+    """Returns the strategies that send shards or gradients packed, for the search to consider beside its own."""
     if base is None or not (base.plan.wire or base.plan.reduce_wire):
         return []
     stages = (1,) if base.plan.reduce_wire == "int8-feedback" else (1, 2, 3)

@@ -31,7 +31,7 @@ from axonml_jax.training.callbacks import OneLine, Throughput, rewrites
 # --------------------------------------------------------------------------------------------------
 
 AT_ONCE = {"metrics": 1000, "params": 100}
-"""What MLflow takes in one request."""
+"""How many items MLflow takes in one request."""
 LONGEST = 500
 """Characters of a parameter's value that every version of MLflow takes."""
 
@@ -42,11 +42,11 @@ _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "diverged": "FAILED"}
 class MlflowRun:
     """Logs to the MLflow run that `begin_mlflow` began, and ends it with the training. A context.
 
-    What MLflow does not take is told once, in a warning, and the training goes on without it; at its end MLflow is asked once
-    more, so that a run does not stay RUNNING there for ever.
+    If MLflow fails to take a record, one warning is logged and the training goes on without it; the end is sent to MLflow all
+    the same, so that the run does not stay RUNNING there for ever.
 
     Args:
-      folder: the run's, in which its id is kept.
+      folder: the run's, which holds the id of the MLflow run.
       reason: how a training that raises nothing has ended: "finished", "stopped" or "diverged".
     """
 
@@ -100,7 +100,7 @@ def check_mlflow(experiment: str, folder: Path | None) -> None:
       folder: of the run to go on with; None for a new one.
 
     Raises:
-      ConfigError: where it does not.
+      ConfigError: when MLflow is not installed, does not answer, or does not know the run.
     """
     mlflow = mlflow_module()
     try:
@@ -119,11 +119,11 @@ def begin_mlflow(experiment: str, folder: Path, settings: Mapping[str, Any]) -> 
     Args:
       experiment: where the run is listed; made when there is none of this name. The server, or the place on this machine, is
         that of `MLFLOW_TRACKING_URI`.
-      folder: the run's, in which its id is kept.
+      folder: the run's, in which the id of the MLflow run is kept.
       settings: the configuration.
 
     Raises:
-      ConfigError: where MLflow does not do it.
+      ConfigError: when MLflow fails.
     """
     mlflow = mlflow_module()
     try:
@@ -232,8 +232,8 @@ def plot_losses(
       records: what a run recorded.
       path: the PNG to write.
       title: above the curves.
-      unit: what the loss is called.
-      baseline: a loss to compare with, drawn as a line.
+      unit: the label of the vertical axis.
+      baseline: the loss of a bigram model, drawn as a line; None: no line.
 
     Returns:
       None, or why there is no picture.
@@ -263,7 +263,7 @@ def plot_expert_loads(records: Sequence[Record], path: Path, *, title: str) -> s
     """
     names = [name for name in (records[0].metrics if records else ()) if name.startswith("experts/load/")]
     if not names:
-        return "no picture of the experts' loads: of so many they are not recorded one by one"
+        return "no picture of the experts' loads: with so many experts they are not recorded one by one"
     if (figure := _figure()) is None:
         return f"no picture of the experts' loads: {_MISSING}"
     axes = figure.add_subplot()
@@ -353,13 +353,13 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def throughput(config: RunConfig, ground: RunSetup, folder: Path | None = None, start: int = 0) -> Throughput:
-    """The object that turns step durations into speeds.
+    """Returns what turns step durations into speeds, and counts the tokens or examples seen.
 
     Args:
-      config: of the run.
-      ground: what it stands on.
-      folder: of the run, which says of what batches the steps before were made; None: of none like these.
-      start: how many steps there were.
+      config: the run's.
+      ground: its devices, mesh and data.
+      folder: the run's, whose earlier configurations say the batch sizes of the steps before `start`; None: the same as now.
+      start: updates made already.
     """
     rows, model, length = config.train.global_batch_size, config.model, config.data.length
     kind, own = ground.mesh.devices.flat[0].device_kind, ground.own is not None
@@ -420,11 +420,11 @@ def _stop(wait: Callable[[], object]) -> bool:
 
 @contextmanager
 def progress(steps: int, console: Console | None = None) -> Iterator[Callable[[Record], None]]:
-    """Display the records of a run of `steps` updates.
+    """Yield a function that displays each record of a run: in a bar on a terminal, else as lines.
 
     Args:
-      steps: where it ends.
-      console: where it shows; None: standard output.
+      steps: updates of the whole run.
+      console: where records are shown; None: standard output.
     """
     console = console or Console(highlight=False)
     if not console.is_terminal:
@@ -485,7 +485,7 @@ def line(record: Record, steps: int) -> str:
 
 
 def cells(record: Record) -> list[str]:
-    """The measurements of a record in words, without missing ones."""
+    """Returns the measurements of a record in words, without those that it lacks."""
     texts = {
         "loss": lambda value: f"loss {value:.4f}",
         "grad_norm": lambda value: f"norm {value:.2f}",
@@ -563,7 +563,7 @@ class Csv:
 
     Args:
       path: the file, written anew.
-      records: its first rows: those of `metrics.jsonl`, also where they were made without a table.
+      records: its first rows: all records of `metrics.jsonl`, also those made before there was a table.
     """
 
     def __init__(self, path: Path, records: Sequence[Record] = ()):
@@ -606,7 +606,7 @@ class Patient:
     """Keeps records that a full, read-only or failing disk does not take, and retries, with one warning.
 
     Args:
-      recorder: writes them; it takes a record whole, or not at all.
+      recorder: writes a record fully, or raises OSError and leaves it out.
     """
 
     def __init__(self, recorder: "JsonLines | Csv"):
@@ -697,7 +697,7 @@ def read_records(path: Path) -> list[Record]:
     """Read the records that `JsonLines` wrote; a truncated last line is left out.
 
     Raises:
-      ValueError: naming the first line that is none of a record, or what stands there and is no file.
+      ValueError: for a line that is no record, with its number, or for a path that is no file.
     """
     if kind := not_a_file(path):
         raise ConfigError(f"{path} is {kind}, and records are kept in a file: remove it")
@@ -717,7 +717,7 @@ def wandb_module() -> Any:
     """Import the package; refuse if it is missing or not logged in.
 
     Raises:
-      ConfigError: where it is not installed, or nobody is logged in and it is not offline, saying what to do.
+      ConfigError: when it is not installed, or when nobody is logged in and `WANDB_MODE` is not offline.
     """
     wandb = _imported("wandb", "output.wandb", "wandb")
     offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
@@ -740,7 +740,7 @@ def tensorboard_writer() -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a run says of its data before it begins, and of its outcome at the end.
+# What a run prints of its data before it begins, and of its result at the end.
 # --------------------------------------------------------------------------------------------------
 
 

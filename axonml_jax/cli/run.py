@@ -55,7 +55,7 @@ from axonml_jax.training.run_state import CompareReplicas, ReplicasDiffer, in_wo
 from axonml_jax.training.state import TrainState
 
 # --------------------------------------------------------------------------------------------------
-# Where the checkpoints of a run are, which its configuration says: in its folder, or at a URL.
+# Where the checkpoints of a run are: in its folder, or at the URL that its configuration names.
 # --------------------------------------------------------------------------------------------------
 
 CHECKPOINT_FOLDER = "checkpoints"
@@ -90,7 +90,7 @@ def checkpoints_of(run: Path) -> Mapping[int, Path | str]:
 
 
 def best_checkpoint(run: Path, metric: str) -> int | None:
-    """The step of a run's best checkpoint by a metric, the lowest; None where none has it."""
+    """The step of the checkpoint of a run with the lowest value of a metric; None if none was saved with it."""
     url = place_said(run)
     return best_of(manifests_in(run / CHECKPOINT_FOLDER) if url is None else copies_at(url).said(), metric, "min")
 
@@ -101,7 +101,7 @@ def copies_at(url: str) -> Copies:
 
 
 # --------------------------------------------------------------------------------------------------
-# The loop: draw a batch, make a step, measure, validate; what happens with the records is up to the caller.
+# The loop: draw a batch, make a step, measure, validate; the caller writes the records.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -138,25 +138,25 @@ def fit(
     seen: Callable[[int, jax.Array], None] | None = None,
     after: Callable[[int, dict[str, float]], bool] | None = None,
 ) -> Iterator[Record]:
-    """Train for `steps` updates, yielding a record after the first, every `log_every`-th, every validated and the last.
+    """Train up to update `steps`, yielding a record after update 1, every `log_every`-th, every validated and the last.
 
     Between records nothing waits for the devices. Stop iterating, and the training stops.
 
     Args:
       trainer: makes the steps.
-      batches: global batches, at least `steps` of them.
-      steps: number of updates.
+      batches: global batches, at least `steps - start` of them.
+      steps: updates of the whole run, those before `start` included.
       throughput: turns durations into speeds.
       validate: metrics of the model as it is now; its time counts in no speed.
       validate_every: validate after every this many steps, besides the last; None only after the last.
       log_every: steps between records.
-      learning_rate: the optimizer's schedule, of the number of updates made before; None: it is not known.
+      learning_rate: the optimizer's schedule, called with the number of updates made before; None: it is not known.
       start: updates made already; the records of a resumed run are those it would have had uninterrupted.
       elapsed: seconds that the run had taken until then.
-      watchdog: told of every step, and of validations and what `after` does.
+      watchdog: hears of every step, and of the beginning and end of validations and of `after`.
       seen: called with the number of every step and its loss on the devices, before `after`.
       after: called after every step with its number and the metrics of its record (none where it has no record); true
-        stops the training. In a process alone it is called when the validation fails too, before that is raised.
+        stops the training. If there is one process it is also called when a validation fails, before that is raised.
     """
     before, clock = start, time.perf_counter()
     began = clock - elapsed
@@ -199,7 +199,7 @@ def fit(
 
 
 # --------------------------------------------------------------------------------------------------
-# SIGTERM and Ctrl-C as a question, asked between two steps and answered alike by all processes.
+# SIGTERM and Ctrl-C: asked for between two steps, with the same answer in all processes.
 # --------------------------------------------------------------------------------------------------
 
 _SAID = b"\naxonml_jax: Ctrl-C: the run stops after this step and is saved, if it saves at all; Ctrl-C again ends it at once\n"
@@ -264,7 +264,7 @@ class Preemption:
 # --------------------------------------------------------------------------------------------------
 
 AUTO = "auto"
-"""Stands for the folder of this user's caches."""
+"""The value of `output.compiled` that stands for a folder in this user's caches."""
 
 MOST = 4 * 2**30
 """Bytes that the folder may hold when a run starts; those whose last use is the longest ago go first."""
@@ -288,7 +288,12 @@ def keep_compiled(folder: str | None) -> None:
     """
     if folder is None or not jax.config.jax_enable_compilation_cache or kept_in() is not None:
         return
-    path = _caches() if folder == AUTO else Path(folder).expanduser()
+    try:
+        path = _caches() if folder == AUTO else Path(folder).expanduser()
+    except RuntimeError as error:  # this user has no home
+        if folder == AUTO:
+            return
+        raise ValueError(f"output.compiled={folder}: {error} Give a folder from the root, or null") from error
     try:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not os.access(path, os.W_OK | os.X_OK):
@@ -405,14 +410,14 @@ class Spike:
 
 
 class Spikes:
-    """Detects spikes of the loss: told of every step, asked before anything is saved.
+    """Detects spikes of the loss: `seen` takes every step, and `good` is asked before anything is saved.
 
     Args:
-      config: of the run; the section `spikes` says what is one.
+      config: the run's; the section `spikes` says what a spike is.
       trainer: the run.
       loader: its training data.
       manager: of its checkpoints; where there is none yet, the first state is saved, so that there is one to go back to.
-      about: what the checkpoint says that the run goes on from.
+      about: what the checkpoint that the run goes on from says about itself.
 
     Attributes:
       found: a spike that the run has not gone back for yet.
@@ -440,7 +445,7 @@ class Spikes:
             manager.save(0, trainer, data=loader, about=self.about(), force=True)
 
     def about(self) -> dict[str, Any]:
-        """The state that a checkpoint keeps of this."""
+        """Returns the losses and counts that a checkpoint keeps, so that a resumed run finds the same spikes."""
         return {_ABOUT: {"losses": list(self._losses), "rollbacks": self._rollbacks, "skipped": self._skipped}}
 
     def _go_on(self, about: Mapping[str, Any]) -> None:
@@ -481,10 +486,13 @@ class Spikes:
         return usual is not None and 0 < self._rule.factor * usual < value
 
     def roll_back(self) -> int:
-        """Return to the last regular checkpoint before the spike, and skip the data past it.
+        """Restore the last regular checkpoint before the spike, and put the loader `spikes.skip` batches past the spike's.
 
         Returns:
-          The updates that are made now.
+          The step of that checkpoint.
+
+        Raises:
+          RuntimeError: when there is no checkpoint of before the spike.
         """
         spike, self.found = self.found, None
         assert spike is not None and self._every is not None
@@ -520,8 +528,8 @@ class ReplicasCompared:
     Args:
       config: `train.compare_replicas` says how often, `train.replicas_differ` what happens then.
       trainer: the run.
-      after: what comes then; not after a step whose replicas differ, if they stop the run.
-      last: whether the run is saved after a step as it ends there, which is compared too; None: not.
+      after: called then, as `fit` has it; not after a step whose replicas differ, if that stops the run.
+      last: tells whether the run ends after a step, which is then compared too; None: only when due.
     """
 
     def __init__(
@@ -542,7 +550,7 @@ class ReplicasCompared:
           Whether to stop, as `after` says.
 
         Raises:
-          ReplicasDiffer: in every process, naming the devices and the arrays.
+          ReplicasDiffer: in every process, naming the devices and the arrays, if `train.replicas_differ` is "stop".
         """
         if self._every is not None and (step % self._every == 0 or (self._last is not None and self._last(step))):
             found = self._compare(self._trainer.state)
@@ -562,7 +570,7 @@ _LAUNCH = "launch.txt"
 
 
 class RunFolder:
-    """Finds and claims the run's folder to resume, or makes a new one in `make`. A context.
+    """Claims the folder of the run to resume at once, or makes a new one in `make`. A context.
 
     All processes make the same calls; the main one decides.
 
@@ -622,7 +630,7 @@ class RunFolder:
         return self._team.leads
 
     def begins(self) -> bool:
-        """Whether there is no checkpoint to resume from; then a restarted run begins anew."""
+        """Whether the training begins at step 0, as there is no checkpoint to resume from, in the folder or an object store."""
         here = self.resumed and self._team.decide("look for checkpoints", partial(_has_checkpoints, self.path))
         return not (here or self.mirrored)
 
@@ -679,11 +687,11 @@ def unchanged(environ: Mapping[str, str]) -> bool:
 
 
 def earlier_folder(config: RunConfig, environ: Mapping[str, str] = os.environ) -> str | None:
-    """The folder of the run to resume, None for a new run. Writes nothing.
+    """Returns the folder of the run to resume, or None for a new run. Writes nothing.
 
     Args:
       config: `resume` decides: null means a new run; `auto` the newest of this name that has checkpoints, if there is one;
-        anything else is the folder itself. Workers that their launcher has restarted take that of the attempt before.
+        anything else is the folder itself. Workers that their launcher has restarted take the folder of the attempt before.
       environ: the launcher's variables.
 
     Raises:
@@ -750,7 +758,7 @@ def _has_checkpoints(folder: Path) -> bool:
 
 
 def _has_copies(config: RunConfig, resumed: str | None) -> bool:
-    """Whether an object store has checkpoints to resume from."""
+    """Whether an object store has checkpoints to resume from; refuses those of another run."""
     section, url = config.checkpoint, config.checkpoint.store
     assert url is not None
     key = f"checkpoint.{'mirror' if section.url is None else 'url'}={url}"
@@ -794,8 +802,8 @@ class RunSetup:
 
     Attributes:
       world: the processes and their devices.
-      mesh: where the model lives.
-      plan: how its step runs.
+      mesh: the mesh of devices.
+      plan: how the model is split and its step runs.
       batch: shapes of a global batch.
       own: the data, if it is the user's own.
     """
@@ -852,7 +860,9 @@ def simulated_where_few(config: RunConfig, environ: Mapping[str, str] = os.envir
 
 
 def on_machines(config: RunConfig, environ: Mapping[str, str] = os.environ) -> RunConfig:
-    """The configuration adapted to the current machines, if they may come and go. Starts the devices.
+    """Returns the configuration with batch and accumulation for the machines of now, if they may come and go.
+
+    It then starts the devices.
 
     Raises:
       ConfigError: with everything for which the run could not go on with another number of machines.
@@ -965,18 +975,19 @@ class Saves:
     """Saves checkpoints when due; `fit` calls it after every step.
 
     Args:
-      manager: None saves nothing.
+      manager: of the checkpoints; None saves nothing.
       trainer: the run.
       loader: its training data, whose position is saved too.
-      config: `train.steps` is saved in any case; `train.max_nonfinite` stops the run.
-      preemption: asked after every step.
+      config: step `train.steps` is saved in any case; after `train.max_nonfinite` updates in a row that are not finite the run
+        stops.
+      preemption: asked after every step whether to stop.
       inspection: where to save the first of too many updates in a row that were not finite.
       spikes: asked before anything is saved whether the loss has spiked; None: nobody looks.
       memory: copies of the state in memory; None: there are none.
 
     Attributes:
       stopped: the step after which SIGTERM or Ctrl-C has stopped the run, else None.
-      diverged: why the run was stopped when its updates were not finite, else None.
+      diverged: why the run was stopped when its updates were not finite or its loss spiked too often, else None.
     """
 
     def __init__(
@@ -1018,7 +1029,7 @@ class Saves:
         self._positions.append((step, self._loader.state_dict()))
         if self._spikes is not None and (due or metrics) and not self._spikes.good():
             self.diverged = self._spikes.diverged
-            return True  # what is here now is not to be kept
+            return True  # a state after a spike is not saved
         # Only where the host waits for the step anyway is it asked how the step went.
         in_a_row = self._in_a_row() if due or metrics else 0
         if self._memory is not None and step < self._steps:  # before a disk is waited for, or fails
@@ -1107,7 +1118,7 @@ class _Position:
 
 
 # --------------------------------------------------------------------------------------------------
-# Going on with a run: from its last good checkpoint, saying what is other than it was.
+# Resuming a run from its last good checkpoint, and printing the settings that have changed.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -1179,13 +1190,13 @@ def _degrees(mesh: dict[str, int]) -> str:
 
 @contextmanager
 def run_watchdog(config: RunConfig, ground: RunSetup, trainer: Trainer, folder: Path) -> Iterator[Watchdog]:
-    """Watch a run; if it dies, its processes write flight records in its folder.
+    """Watch a run for steps that never end; if it dies, its processes write flight records in its folder.
 
     Args:
-      config: of the run; says after how long.
-      ground: what it stands on.
-      trainer: whose steps are watched.
-      folder: of the run.
+      config: the run's; `train.stuck_timeout` and `train.stuck_warning` are in seconds.
+      ground: its mesh and the shapes of its batches.
+      trainer: the one whose steps are watched.
+      folder: the run's.
     """
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trainer.state)
     collectives = lambda: in_order(lambda: trainer.train_step.trace(state, ground.batch))

@@ -21,6 +21,7 @@ import optax
 from axonml_jax.base import aligned, print0
 from axonml_jax.checkpoint.format import AVERAGE, Manifest, Team, checkpoints_in
 from axonml_jax.checkpoint.manager import restore
+from axonml_jax.cli.flags import require_writable
 from axonml_jax.cli.records import plot_runs, read_records
 from axonml_jax.cli.run import (
     CHECKPOINT_FOLDER,
@@ -58,7 +59,7 @@ class SavedRun:
       config: its configuration, with the flags that were given.
       checkpoint: the checkpoint that was chosen: a folder, or a URL.
       step: its step.
-      ema: take the moving average in the place of the parameters.
+      ema: whether to take the moving average in the place of the parameters.
     """
 
     folder: Path
@@ -70,7 +71,7 @@ class SavedRun:
     def open(self) -> tuple[RunSetup, ParallelModel]:
         """Start the devices, and put the checkpoint's model on them under the configuration's plan.
 
-        Among several processes it is the main one's checkpoint: a run that is still training writes and removes some meanwhile.
+        All processes take the main one's choice of checkpoint: a run that is still training writes and removes some meanwhile.
 
         Raises:
           ConfigError: for a mesh that does not fit the devices, or a checkpoint of another model.
@@ -109,10 +110,10 @@ def saved_run(command: str, given: argparse.Namespace, flags: Sequence[str]) -> 
     Args:
       command: for messages.
       given: `run`, `step`, `ema` and `allow_imports`.
-      flags: keys of the configuration that shall be other than the run's, such as `--mesh.fsdp 4`.
+      flags: keys that replace those of the run's configuration, such as `--mesh.fsdp 4`.
 
     Raises:
-      ConfigError: for a folder that is none of a run, a step that has no checkpoint, or keys that are a training's alone.
+      ConfigError: for a folder that is no run's, a step that has no checkpoint, or keys that only a training reads.
     """
     folder, step = Path(given.run), given.step
     if folder.parent.name == CHECKPOINT_FOLDER:  # a checkpoint in its run
@@ -188,9 +189,9 @@ class Found:
 
     Attributes:
       folder: the run's.
-      settings: every key of its configuration.
+      settings: every key of its configuration, with dots.
       records: what it measured.
-      checkpoints: steps that it has kept.
+      checkpoints: steps of the checkpoints in its folder; those at a URL are not listed.
     """
 
     folder: Path
@@ -218,8 +219,9 @@ def runs(given: argparse.Namespace) -> int:
       0.
 
     Raises:
-      ConfigError: where there is no run, or none has the metric that shall be drawn.
+      ConfigError: when there is no run, a run cannot be read, or `--plot` is given and no run has the metric.
     """
+    require_writable({"--plot": given.plot})
     found = [run for given_path in given.runs or ["runs"] for run in _below(Path(given_path))]
     best = {id(run): run.best(given.metric, highest=given.highest) for run in found}
     sign = -1 if given.highest else 1
@@ -236,9 +238,14 @@ def runs(given: argparse.Namespace) -> int:
             known = sorted({name for run in found for record in run.records for name in record.metrics})
             raise ConfigError(f"--metric {given.metric}: no run has it; there are {', '.join(known)}")
         series = dict(zip(_names(found), (run.records for run in found), strict=True))
-        if note := plot_runs(series, given.plot, metric=given.metric):
+        try:
+            note = plot_runs(series, given.plot, metric=given.metric)
+        except (OSError, ValueError) as error:  # an ending that matplotlib does not know
+            raise ConfigError(f"--plot {given.plot}: {error}") from error
+        if note:
             raise ConfigError(f"--plot {given.plot}: {note}")
-        print(f"\nwritten   {given.plot}")
+        if not given.json:
+            print(f"\nwritten   {given.plot}")
     return 0
 
 
@@ -301,7 +308,7 @@ def _table(found: Sequence[Found], given: argparse.Namespace) -> str:
 
 
 def _speed(run: Found) -> str:
-    """The speed in tokens; in examples if the run's data is the user's own."""
+    """Returns the newest speed in tokens per second, or in examples if the run's data is the user's own."""
     tokens, examples = run.last("tokens_per_second"), run.last("examples_per_second")
     if tokens is None:
         return "-" if examples is None else f"{examples:,.0f} examples/s"
@@ -320,7 +327,7 @@ def _number(value: float | None) -> str:
 
 
 def _plain(run: Found, given: argparse.Namespace) -> dict[str, Any]:
-    """The run's values as JSON, which has no values that are not finite."""
+    """Returns the run's values for JSON, which cannot hold nan and inf: they become None."""
     metric = given.metric
     values = {
         "run": run.folder.as_posix(),
@@ -341,7 +348,7 @@ def _plain(run: Found, given: argparse.Namespace) -> dict[str, Any]:
 
 
 def eval_run(given: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Print a checkpoint's loss in nats per token, its perplexity, and the speed of evaluating it.
+    """Print a checkpoint's loss, its perplexity if the loss is the library's own, and the speed of evaluating it.
 
     Args:
       given: the arguments of `eval_parser`.
@@ -351,7 +358,7 @@ def eval_run(given: argparse.Namespace, flags: Sequence[str]) -> int:
       0.
 
     Raises:
-      ConfigError: for a run without checkpoints, or a text of too few examples.
+      ConfigError: for a run without checkpoints, a text of too few examples, or no validation data.
     """
     if given.batches is not None and given.batches < 1:
         raise ConfigError(f"--batches {given.batches}: must be at least 1")
@@ -393,7 +400,7 @@ def _batches(loader: DataLoader, given: argparse.Namespace, usual: int | None) -
     """The number of batches to take.
 
     Raises:
-      ConfigError: of data that can only be iterated over, which has no end that is known, where nothing says it.
+      ConfigError: for data of unknown length, if neither `--batches` nor, on the validation part, `usual` is given.
     """
     try:
         return min(given.batches or len(loader), len(loader))
@@ -404,7 +411,7 @@ def _batches(loader: DataLoader, given: argparse.Namespace, usual: int | None) -
 
 
 def _counted(batches: Iterator[Any], targets: list[float], own: bool) -> Iterator[Any]:
-    """Pass batches through, and append their numbers of targets (of the user's own data: examples) to a list."""
+    """Pass batches through, and append each one's number of counted targets (own data: examples) to a list."""
 
     def number(batch: Any) -> Any:
         return len(jax.tree.leaves(batch)[0]) if own else jnp.sum(counted(batch["targets"]))
@@ -436,7 +443,7 @@ def _print(
 # --------------------------------------------------------------------------------------------------
 
 _PATIENCE = 86_400.0
-"""Seconds that the other processes wait for somebody who types."""
+"""Seconds that the other processes wait for a prompt that is typed in the main one."""
 
 
 def generate_text(given: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -564,7 +571,7 @@ class Shown:
         self._seen, self._held = 0, ""
 
     def __call__(self, tokens: np.ndarray) -> bool:
-        """Take the tokens so far [1, n]; true once a stop word is complete, or the document."""
+        """Take all tokens so far, [1, n]; returns whether a stop word or the end token has come."""
         if not self._seen:  # decoders write a text's first word without the space before it
             self._text.add(tokens[0, : self._start].tolist())
             self._seen = self._start
@@ -588,7 +595,7 @@ class Shown:
 
 
 def _begun(text: str, word: str) -> int:
-    """How many characters at a text's end may be a word's beginning.
+    """Returns how many characters at the end of a text are the beginning of a word.
 
     >>> _begun("it is the e", "end"), _begun("it is", "end")
     (1, 0)

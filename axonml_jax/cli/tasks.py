@@ -60,12 +60,12 @@ _DOCUMENTS_AT_ONCE = 1024
 
 @dataclass(frozen=True)
 class DocumentSplit:
-    """Rows of documents to train on and to validate on, from different documents.
+    """Packed rows to train on and to validate on, from different documents.
 
     Attributes:
-      train: the rows, those of several sources in their shares.
-      valid: the rows of every source.
-      sizes: tokens of both.
+      train: the rows to train on; several sources are mixed by their shares.
+      valid: the rows to validate on, by source.
+      sizes: tokens to train on, and to validate on.
     """
 
     train: Any
@@ -87,7 +87,7 @@ def check_tokenizer(config: RunConfig) -> None:
     if config.data.class_path is not None:
         return
     tokenizer = load_tokenizer(config.data.tokenizer)
-    if isinstance(config.model, OwnModel):  # of which nothing is known
+    if isinstance(config.model, OwnModel):  # its vocabulary is not known
         return
     found = vocabulary_offenders(tokenizer, config.model.vocab_size, "model.vocab_size")
     if found:
@@ -211,7 +211,7 @@ class OwnSplit:
 
     Attributes:
       train: a dataset or a `Stream`.
-      valid: the same; None: there is nothing to validate on.
+      valid: another; None: there is nothing to validate on.
       batch: shapes of a global batch.
     """
 
@@ -220,7 +220,7 @@ class OwnSplit:
     batch: PyTree
 
     def checksums(self) -> dict[str, str]:
-        """What identifies the data, as far as it tells: fingerprint, length and shapes."""
+        """Returns what identifies each part: its fingerprint if it has one, its length if known, and the batch's shapes."""
         parts = {"train": self.train, "valid": self.valid}
         return {name: f"{_said(part)} {batch_words(self.batch)}" for name, part in parts.items()}
 
@@ -255,7 +255,8 @@ def read_own(config: DataConfig, batch_size: int) -> OwnSplit:
     """Make the data that the section `data` names; reads one sample for the shapes of a batch.
 
     Raises:
-      ValueError: for a path or arguments that do not fit, what is no data, or a sample that is not made of numbers.
+      ValueError: for a path or arguments that do not fit, an object that is no dataset, too few samples, or a sample that is
+        not made of numbers.
     """
     described = {"class_path": config.class_path, "init_args": config.init_args or {}}
     train = _source(described, "data")
@@ -339,7 +340,7 @@ def own_callbacks(described: Sequence[Mapping[str, Any]] | None, more: Sequence[
     """Make the callbacks that the key `callbacks` names, and append more.
 
     Raises:
-      ValueError, TypeError: for what cannot be made, or is none.
+      ValueError, TypeError: for a callback that cannot be made, or an object that is none.
     """
     if strange := [each for each in described or () if not is_named(each)]:
         raise ValueError(f"callbacks: {strange[0]}: each must be a class_path and its init_args")
@@ -354,7 +355,7 @@ def own_callbacks(described: Sequence[Mapping[str, Any]] | None, more: Sequence[
 def logits_loss(model: Any, batch: PyTree) -> WeightedMean:
     """Mean cross entropy in nats of the next token, of a model that is called with tokens and returns logits [..., vocabulary].
 
-    What else the batch has beside `tokens` and `targets` (`segment_ids`, `positions`) is given by name.
+    Further fields of the batch (`segment_ids`, `positions`) are passed to the model as keyword arguments.
     """
     more = {name: value for name, value in batch.items() if name not in ("tokens", "targets")}
     logits = model(batch["tokens"], **more)
@@ -400,8 +401,8 @@ class Buildable:
 def own_model(config: OwnModel, loss_fn: LossFn, batch: PyTree, seed: int) -> Buildable:
     """Make the model that a configuration names, without allocating its arrays.
 
-    An NNX class is called with `rngs` beside its arguments, if it takes them. A Linen module gets its variables from the loss
-    of one example: whatever modules that calls are initialized.
+    An NNX class is called with `rngs` beside its arguments, if it takes them. A Linen module is initialized by calling the loss
+    on one example, so that all submodules the loss calls get their variables.
 
     Args:
       config: its path and arguments.
@@ -486,7 +487,9 @@ def read_data(config: DataConfig, runs: str | None = None) -> TextSplit | Docume
     return read_documents(config) if config.documents else read_text(config, runs)
 
 
-_WHOLE_FILES = "of several files none is cut: valid has whole ones of that share of the bytes at most, or the smallest"
+_WHOLE_FILES = (
+    "several files are split as whole files: valid gets those of that share of the bytes at most, or the smallest"
+)
 
 
 def read_text(config: DataConfig, runs: str | None = None) -> TextSplit:
@@ -553,14 +556,14 @@ class TextData:
     Attributes:
       train: endless loader.
       valid: loader of one pass over the validation part, in order; None: there is no such part.
-      valid_batches: how many of its batches a validation takes, `rest` counted as one; None: all, and nobody knows how many.
-      valid_targets: how many bytes or tokens that predicts, by batch; None: batches count alike.
-      bigram: nats per byte on exactly those bytes, fitted on the training part; None: of tokens it is not known.
-      sizes: bytes, tokens or samples of the training and the validation part, where they are known.
-      unit: which of them: "byte", "token" or "sample".
-      rest: makes what fills no batch behind the last of `valid`, in parts (see `rest_of`).
-      valid_used: how many samples a validation takes, where their number is known.
-      opening: a few words of the text to validate on, with which samples begin (see `opening_of`).
+      valid_batches: how many of its batches a validation takes, `rest` counted as one; None: all of a number that is unknown.
+      valid_targets: bytes or tokens that each of these batches predicts; None: for the user's own data.
+      bigram: the bigram model's nats per byte on exactly those bytes, fitted on the training part; None: not bytes.
+      sizes: bytes, tokens or samples of the training and the validation part; None where the number is unknown.
+      unit: what `sizes` counts: "byte", "token" or "sample".
+      rest: makes the samples that follow the last full batch of `valid`, in parts (see `rest_of`).
+      valid_used: how many samples or windows a validation takes, where their number is known.
+      opening: a few words of the validation text, the default prompt of samples (see `opening_of`).
     """
 
     train: DataLoader
@@ -576,7 +579,7 @@ class TextData:
 
     @property
     def loss_unit(self) -> str:
-        """The unit of the loss, if it is known."""
+        """The loss's unit with a space before it; empty for the user's own data, whose unit is not known."""
         return "" if self.unit == "sample" else f" nats per {self.unit}"
 
 
@@ -602,7 +605,7 @@ def load_data(config: RunConfig, text: TextSplit | DocumentSplit | OwnSplit, mes
             f"or another valid_fraction; {_WHOLE_FILES}"
         )
     train = create_dataloader(windows["train"], size, mesh, seed=config.train.seed, num_workers=workers)
-    # Targets that count for nothing are nobody else's word, and experts would see the tokens of empty rows.
+    # Only the library's own loss leaves out the targets of empty rows, and experts would route the tokens of these rows.
     fills = config.loss.class_path is None and getattr(config.model, "experts", None) is None
     rows = FilledUp([windows["valid"]], size) if fills else windows["valid"]
     valid = create_dataloader(rows, size, mesh, shuffle=False, num_epochs=1)
@@ -658,15 +661,16 @@ def _load_own(config: RunConfig, split: OwnSplit, mesh: Mesh) -> TextData:
 
 
 Rest = tuple[tuple[int, Callable[[], PyTree]], ...]
-"""Parts of a dataset: how many samples, and what makes them."""
+"""Parts of a dataset: each has its number of samples, and a function that makes its batch."""
 
 
 def rest_of(
     dataset: Any, size: int, plan: Plan, mesh: Mesh, collate: Callable[[Sequence], PyTree] = stack_samples
 ) -> Rest:
-    """The samples beyond the last full batch, in parts that need no more memory than a batch, full in every process.
+    """Returns the samples beyond the last full batch, in parts that need no more memory than a batch.
 
-    Where ranks have models or buffers of their own, that is only what divides over them.
+    Every process makes all rows of each part. If ranks train independent models, or have buffers of their own, samples that
+    do not divide over the ranks are left out.
     """
     placement, count = Placement(plan, dict(mesh.shape), {}, {}), len(dataset)
     ranks, first = placement.batch_layout.row_degree, count // size * size
@@ -724,10 +728,10 @@ def valid_batches(data: TextData) -> Generator[PyTree, None, None]:
 
 
 def check_validation(config: RunConfig, data: TextData) -> None:
-    """Draw a validation batch before training, if the validation's length is unknown.
+    """Draw a validation batch before training, if the length of the validation data is unknown.
 
     Raises:
-      ValueError: when it may have no end, or fills no batch.
+      ValueError: when `train.eval_batches` is null, as the data may be endless, or when the data fills no batch.
     """
     if data.valid is None or data.sizes[1] is not None:
         return
@@ -752,10 +756,10 @@ def from_start(loader: DataLoader) -> None:
 
 
 def opening_of(split: TextSplit | DocumentSplit, config: DataConfig) -> str:
-    """The start of a run's samples if no prompt is given: the start of the validation text.
+    """Returns the prompt of a run's samples if none is given, from the validation data.
 
-    Of documents it is the first one's prompt, where prompts are not learned, or its first four words; of a text four words of
-    its second line, since a single file is cut anywhere.
+    Of documents it is the first one's prompt field, if there is such a field, or else its first four words; of a text the
+    first four words after its first line, which may be cut.
     """
     rules = load_tokenizer(config.tokenizer)
     if isinstance(split, TextSplit):
@@ -777,12 +781,13 @@ def write_samples(
 ) -> list[str]:
     """Generate texts, on the devices and under the plan of training; every process must call this.
 
-    As in `axonml-jax generate`, nothing stands between the prompt and what follows, and a text ends with its document.
+    As in `axonml-jax generate`, no special token stands between the prompt and what follows, and a text ends at the token
+    `end`. Returned texts begin with the prompt.
 
     Args:
       model: the trainer's.
       config: the section `sample`, with a prompt.
-      window: tokens the model sees at most.
+      window: the most tokens that the model sees at once.
       seed: of the draws.
       tokenizer: by its name (see `load_tokenizer`).
       end: the token that ends a document, by name; None: there is none.
@@ -791,7 +796,7 @@ def write_samples(
     rules = load_tokenizer(tokenizer)
     prompts = np.tile(rules.encode([config.prompt], special="before")[0], (config.count, 1))
     key = jax.random.key(seed)
-    writer = model.module if model.plan.independent else model  # of models that are not one, the first rank's
+    writer = model.module if model.plan.independent else model  # of independent models the first rank's
     texts = generate(writer, prompts, config.length, key, temperature=config.temperature, window=window)
     start, last = prompts.shape[1], None if end is None else rules.id_of(end)
     ends = [next((i for i in range(start, len(text)) if text[i] == last), len(text)) for text in texts]
@@ -815,7 +820,7 @@ def loss_of(config: RunConfig) -> LossFn:
 
 
 def model_of(config: RunConfig, batch: PyTree) -> Buildable:
-    """The run's model, whose arrays are made where they will be stored.
+    """Returns the run's model, whose arrays are made later, where they will be stored.
 
     Args:
       config: the run's.
@@ -852,6 +857,6 @@ def _transformer_shapes(config: TransformerConfig, seed: int) -> Transformer:
 
 
 def adapted(config: RunConfig, model: Any) -> Any:
-    """A model, or what makes one, with the run's adapters if it has any."""
+    """Returns a model, or what makes one, with the run's adapters if it has any."""
     lora = config.finetune.lora
     return model if lora.rank is None else LoraModel(model, lora.build(config.train.seed))

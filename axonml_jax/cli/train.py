@@ -95,10 +95,10 @@ TERMINATED = 143
 """Exit status after SIGTERM, as shells have it: the run is saved and not at its end."""
 
 DIVERGED = 3
-"""Exit status when too many updates in a row were not finite."""
+"""Exit status when too many updates in a row were not finite, or the loss spiked once more than `spikes.limit` allows."""
 
 DIFFERS = 5
-"""Exit status when a first batch under the plan is not what it is on one device (`train.check`)."""
+"""Exit status when the first batch gives other numbers under the plan than on one device (`train.check`)."""
 
 
 def explain(config: RunConfig, budget: Budget | None = None, estimate: Estimate | None = None) -> int:
@@ -106,11 +106,11 @@ def explain(config: RunConfig, budget: Budget | None = None, estimate: Estimate 
 
     Args:
       config: the run's.
-      budget: what a step may cost.
-      estimate: what else to say of it: its time on a kind of hardware, a picture.
+      budget: the limits of a step's memory and traffic.
+      estimate: what to print or draw besides: the time on a kind of hardware, a picture.
 
     Returns:
-      0; 4 when that costs more than the budget allows.
+      0; 4 when a step costs more than the budget allows.
 
     Raises:
       ConfigError: for a mesh or a batch that does not fit the devices, or a picture that cannot be drawn.
@@ -142,12 +142,13 @@ def train(config: RunConfig, budget: Budget | None = None, more: Sequence[Callba
 
     Args:
       config: the run's.
-      budget: what a step may cost.
+      budget: `max_memory` and `force` alone count.
       more: callbacks beside those of the configuration.
 
     Returns:
-      0; 130 when stopped by Ctrl-C, 143 when by SIGTERM, both after a step that is saved; 3 by updates that were not finite;
-      5 when `train.check` finds that the plan computes something else than one device.
+      0; 130 after Ctrl-C and 143 after SIGTERM, once a step has ended and, with `checkpoint.every`, is saved; 3 when too many
+      updates in a row were not finite, or the loss spiked too often (`spikes.limit`); 5 when `train.check` finds that the
+      plan computes something else than one device.
 
     Raises:
       ConfigError: with everything that cannot work, before anything is allocated.
@@ -183,7 +184,7 @@ def train(config: RunConfig, budget: Budget | None = None, more: Sequence[Callba
             all_or_refuse(partial(check_same, "training step", program, ground.world))
         all_or_refuse(run.make)
         start, saved = resume.begin(run, config, trainer, data)
-        if trainer.model.hollow:  # there was nothing to load
+        if trainer.model.hollow:  # it has shapes alone, and there was nothing to load
             trainer = _trainer(config, ground, callbacks, new=new)
         if config.train.check and not _is_as_on_one_device(trainer, data):
             return DIFFERS
@@ -200,7 +201,10 @@ def _launched(world: World) -> str:
 
 
 def _is_as_on_one_device(trainer: Trainer, data: TextData) -> bool:
-    """Print how the next batch differs from one device; whether it does not. The batch is drawn again for training."""
+    """Print how the next batch under the plan differs from one device; returns whether nothing does.
+
+    The loader goes back, so that the batch is trained on too.
+    """
     position = data.train.state_dict()
     with closing(iter(data.train)) as batches:  # pyright: ignore[reportArgumentType]
         batch = next(batches)
@@ -219,7 +223,7 @@ def _train(
     start: int,
     saved: dict[str, Any],
 ) -> int:
-    """Train from a step to the end, and print how it went; `saved` is that step's checkpoint."""
+    """Train from a step to the end, and print how it went; `saved` is what that step's checkpoint says about itself."""
     mine, manager = run.path if run.leads else None, run.manager if config.checkpoint.every else None
     metrics = run.path / "metrics.jsonl"
     records = [r for r in read_records(metrics) if r.step <= start] if mine and start and metrics.exists() else []
@@ -269,7 +273,7 @@ def _shared_settings(config: RunConfig, text: TextSplit | DocumentSplit | OwnSpl
 def _trainer(
     config: RunConfig, ground: RunSetup, callbacks: Sequence[Callback], *, new: bool, loads: bool = False
 ) -> Trainer:
-    """The run's trainer; if it loads its state, the model is made of shapes, without initial values."""
+    """Make the run's trainer; with `loads` the model has shapes alone, as its values come from a checkpoint."""
     make, weights = shapes_of if loads else model_of, config.train.weights
     made = make(config, ground.batch)
     # A model that gets weights is made where it rests, so that no process ever holds it whole; so is one of one's own.
@@ -316,7 +320,7 @@ def _run(
 
         def validate() -> dict[str, float]:
             bigram = {} if data.bigram is None else {"bigram": data.bigram}
-            # Rows of windows are alike; of documents they are not, and a mean over them would count empty ones.
+            # Rows of documents have different numbers of targets, and some rows are empty: batches count by their targets.
             weights = data.valid_targets if config.data.documents else None
             return trainer.validate(_watched(valid_batches(data), dog), weights) | bigram
 

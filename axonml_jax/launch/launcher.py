@@ -33,7 +33,7 @@ from axonml_jax.launch.workers import (
 _SHOWN = 8
 _PIPE_CLOSED = 128 + signal.SIGPIPE
 
-# What a process says that has waited in vain for one that ended well.
+# What a process prints that has waited in vain for another, as one that had ended well.
 _WAITING = re.compile(
     r"[Tt]imed out|DEADLINE_EXCEEDED|coordination service|CoordinationService|closed by peer|"
     r"are missing|Socket closed|did not come to|did not call it within|ended or were lost"
@@ -250,12 +250,14 @@ def _check_port(options: LaunchOptions) -> None:
     """Refuse a port that is in use, before the workers find out one by one."""
     if options.master_port is None or options.nnodes > 1:
         return
+    host = options.master_addr.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        socket.create_server((options.master_addr, options.master_port)).close()
+        socket.create_server((host, options.master_port), family=family).close()
     except OSError as error:
         raise ConfigError(
             f"launch: cannot listen on {options.master_addr}:{options.master_port}: {error.strerror}; choose another "
-            "--master-port, or leave it out to have a free one picked"
+            "--master-port, or leave it out to have a free one picked; --master-addr must be an address of this machine"
         ) from error
 
 

@@ -9,10 +9,15 @@ from collections.abc import Collection
 from pathlib import Path
 
 MARK = "AXONML_JAX_RUN_ID"
-"""The variable that tells this launch's processes from all others, in whatever session they have hidden."""
+"""The variable that marks this launch's processes, also those that have left their process group."""
 
 _TRACKER = b"multiprocessing.resource_tracker"
 """In the command of the process that Python starts to unlink shared memory whose owners have been killed."""
+
+_LOADERS = (
+    "LD_LIBRARY_PATH",
+    "DYLD_LIBRARY_PATH",
+)  # where the system finds libpython, if Python was built with a shared one
 
 _PROC = Path("/proc")
 _GUARD_GRACE = 2.0
@@ -45,7 +50,7 @@ def signal_all(groups: Collection[int], run_id: str, number: int) -> None:
 def members(groups: Collection[int], run_id: str) -> dict[int, int]:
     """Map every living process of the groups, or with the mark, to its process group; zombies do not count.
 
-    Without `/proc` (macOS) a group counts as one process and the mark is not seen.
+    This process itself is left out. Without `/proc` (macOS) a group counts as one process and the mark is not seen.
     """
     if not (_PROC / "self" / "stat").exists():
         return {group: group for group in groups if _responds(group)}
@@ -62,20 +67,20 @@ def members(groups: Collection[int], run_id: str) -> dict[int, int]:
 
 
 class Guard:
-    """A process that ends a launcher's workers when the launcher itself is killed. A context.
+    """Starts a process that ends a launcher's workers if the launcher is killed, or leaves this context by an exception.
 
     Args:
       run_id: value of `MARK`.
     """
 
     def __init__(self, run_id: str):
-        # An empty environment: the guard must not carry the mark of a launch that this launcher itself belongs to.
+        # No other variables: the guard must not carry the mark of a launch that this launcher itself belongs to.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, run_id],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env={},
+            env={name: os.environ[name] for name in _LOADERS if name in os.environ},
             cwd="/",
             start_new_session=True,
         )
@@ -88,7 +93,7 @@ class Guard:
         self._say(f"{group}\n")
 
     def __exit__(self, kind: type[BaseException] | None, *exception):
-        if kind is None:  # else the launcher may have been kept from ending them, as when nobody reads its output
+        if kind is None:  # after an error the workers may still run: the launcher may have failed while it ended them
             self._say("done")
         self._process.communicate()
 

@@ -36,7 +36,7 @@ from axonml_jax.mesh.join import (
 # --------------------------------------------------------------------------------------------------
 
 SILENCE = 30.0
-"""Seconds without a byte after which the launcher at the other end stands still: it says something every second."""
+"""Seconds without a byte after which the other launcher counts as stopped; a running one sends something every second."""
 
 _BEAT = 1.0
 _CALL_TIMEOUT = 5.0
@@ -51,11 +51,11 @@ class Connection:
     """One end of a connection between launchers.
 
     Args:
-      connection: a connected socket; closed with the line.
-      talk: with the other end, after the greetings; what does not carry its seal cuts the line.
+      connection: a connected socket, which `close` closes.
+      talk: the talk after the greetings; a message without its seal cuts the connection.
 
     Attributes:
-      cut: whether the other end has gone.
+      cut: whether the connection is over: the other end has gone, or has sent what no launcher sends.
     """
 
     def __init__(self, connection: socket.socket, talk: Talk):
@@ -76,7 +76,7 @@ class Connection:
         return self._connection.fileno()
 
     def send(self, message: dict) -> None:
-        """Send a message; it is lost if the connection is cut."""
+        """Send a message; it is lost if the connection is cut, and cuts it if the other end does not take it in 5 s."""
         self._said = time.monotonic()
         try:
             self._connection.sendall(self._talk.sealed(message))
@@ -100,7 +100,7 @@ class Connection:
         *whole, rest = self._part.split(b"\n")
         self._part = bytearray(rest)
         messages = [self._talk.opened(bytes(text)) for text in whole]
-        self.cut = self.cut or None in messages  # a stranger
+        self.cut = self.cut or None in messages  # a message without the seal
         unread, self._unread = self._unread, []
         return unread + [message for message in messages if message]
 
@@ -135,7 +135,7 @@ def called(place: tuple[str, int], token: bytes, subject: str) -> Connection:
     """Connect to a listening launcher, and exchange greetings.
 
     Raises:
-      OSError: when nobody does, or something else.
+      OSError: when nobody listens there, or what answers is no launcher.
     """
     connection = socket.create_connection(place, timeout=_CALL_TIMEOUT)
     try:
@@ -230,9 +230,9 @@ def _is_failure(given: object) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a machine's workers would run, in a few words that launchers compare before they let a machine in.
+# Digests of what a machine's workers would run, which node 0 compares before it lets a machine in.
 #
-# A machine that comes to a running job ends its attempt. One that would run something else would end it for nothing.
+# A machine that joins a running job ends the attempt under way. One that would run something else would end it for nothing.
 # --------------------------------------------------------------------------------------------------
 
 _PACKAGES = ("axonml_jax", "jax", "jaxlib", "flax", "optax")
@@ -251,7 +251,7 @@ def likeness(options: LaunchOptions, token: bytes) -> dict[str, str]:
 
     Args:
       options: of this launcher.
-      token: the job's; without it nobody can guess arguments from what is said of them.
+      token: the job's; it keys the digests, so that nobody else can test guesses of the arguments.
     """
     script = b"" if options.module else _held_by(options.target)
     program = [b"module" if options.module else b"script", script or options.target.encode()]
@@ -273,8 +273,8 @@ def unlike(there: Mapping[str, str], here: Mapping[str, str], node: int) -> list
     ['it has jax 0.12.0 on node 3 and jax 0.10.2 on node 0']
 
     Args:
-      there, here: what both launchers say of themselves.
-      node: the other one.
+      there, here: `likeness` on that machine and on node 0.
+      node: that machine's number.
     """
     found = [words for name, words in _WORDS.items() if there[name] != here[name]]
     if there["versions"] != here["versions"]:
@@ -312,7 +312,7 @@ def _installed(package: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# An attempt of several machines, as node 0 announces it; or why there is none.
+# An attempt of several machines, as node 0 announces it; and exceptions for when there is none.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -324,7 +324,7 @@ class Start:
       number: attempts before this one.
       port: where its coordinator listens.
       nodes: the machines that belong to it, in the order of their ranks.
-      sizes: their numbers of workers.
+      sizes: their numbers of workers, in the same order.
     """
 
     number: int
@@ -368,9 +368,9 @@ class Over(Exception):
 def regrouped(before: Sequence[int], present: Collection[int], unit: int = 1) -> tuple[int, ...]:
     """Choose the machines of the next world, in the order of their ranks.
 
-    Machines stand in groups of `unit`, each of which holds whole replicas of the model. A machine keeps its place within a
+    Machines form groups of `unit`, each of which holds whole replicas of the model. A machine keeps its place within a
     group, because the parts of the state that it has in memory belong there; others fill the places of those that have gone.
-    What is left when no further group can be filled waits.
+    Machines that do not fill another group are left out.
 
     >>> regrouped([0, 1, 2], [0, 2])  # 1 has gone
     (0, 2)
@@ -414,13 +414,13 @@ def _new(before: Sequence[int], present: Collection[int]) -> list[int]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The first attempt with machines that have come: where it soon fails, the others had better go on without them.
+# The first attempt with new machines: if it fails soon, the others go on without them.
 # --------------------------------------------------------------------------------------------------
 
 TRIAL = 1800.0
-"""Seconds from the start of an attempt in which its failure is laid to machines that have come to it.
+"""Seconds from the start of an attempt in which a failure is blamed on the machines that are new in it.
 
-Programs differ in how long they compile before their first step, and launchers see no steps.
+It is long because programs may compile for long before their first step, and launchers see no steps.
 """
 
 
@@ -452,7 +452,7 @@ class Trial:
         self._away[node] = time.monotonic()
 
     def fault(self, node: int) -> str:
-        """Why a calling machine is not accepted yet; empty if it is."""
+        """Returns why a calling machine is not accepted yet; empty if it is."""
         left = self._away[node] + TRIAL - time.monotonic() if node in self._away else 0.0
         if left <= 0:
             return ""
@@ -463,7 +463,7 @@ class Trial:
 
 
 # --------------------------------------------------------------------------------------------------
-# The lines of one launcher to others of its job: what is told to all, what each has said, and whose line is dead.
+# The connections of one launcher to others of its job.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -471,7 +471,7 @@ class Lines:
     """The connections to other nodes, one each.
 
     Args:
-      nnodes: number of machines of the job, the largest.
+      nnodes: the largest number of machines of the job, by which messages are checked.
     """
 
     def __init__(self, nnodes: int):
@@ -520,10 +520,10 @@ class Lines:
         """The nodes whose connection is cut or silent, each with a description.
 
         Args:
-          silent: whether those count too that stand still.
+          silent: whether silent launchers count too.
         """
         cut = "has gone without a word: killed, or its machine lost"
-        still = f"has said nothing for {SILENCE:g} s: it was stopped, or writes to what takes nothing"
+        still = f"has said nothing for {SILENCE:g} s: it was stopped, or nobody reads its output"
         return [
             (node, f"the launcher of node {node} {cut if line.cut else still}")
             for node, line in self._lines.items()
@@ -537,11 +537,11 @@ class Lines:
 
 
 # --------------------------------------------------------------------------------------------------
-# Where launchers meet: node 0's listens on the master port, the others call there and say who they are.
+# Where launchers meet: node 0's listens on the master port, the others connect to it and introduce themselves.
 # --------------------------------------------------------------------------------------------------
 
 SUBJECT = "launchers"
-"""What launchers talk about."""
+"""The subject of launchers' talks, which keeps them apart from other talks under the same token (see `Talk`)."""
 
 _SAME_TOKEN = f"has every machine the same {TOKEN}, or none?"
 
@@ -571,7 +571,7 @@ class Door:
         """Yield for each caller its node, its number of workers, its connection, and what is wrong with it, if anything.
 
         Args:
-          taken: nodes that have called before.
+          taken: nodes that are present.
         """
         for connection, talk, hello in self._callers.pump():
             yield hello["node"], hello["size"], Connection(connection, talk), self._fault(hello, taken)
@@ -616,14 +616,14 @@ def call(
       options: of this launcher.
       size: its number of workers.
       token: the job's.
-      patience: seconds to wait for node 0.
+      patience: seconds to wait for node 0, and as many again for its answer.
       pause: waits a moment for some sources.
 
     Returns:
-      The line to node 0, and the sizes of all nodes (0: not there).
+      The connection to node 0, and the sizes of all nodes (0: not there).
 
     Raises:
-      ConfigError: when node 0 is not there, or does not want this one.
+      ConfigError: when node 0 is not there, or refuses this node.
     """
     deadline = time.monotonic() + patience
     line = _find_node_0(options, token, deadline, patience, pause)
@@ -671,7 +671,7 @@ def refuse(options: LaunchOptions, fault: str) -> NoReturn:
 
 
 # --------------------------------------------------------------------------------------------------
-# What the launchers of a job have said, kept by attempt, because others may be an attempt ahead of this launcher.
+# What the launchers of a job have announced, by attempt, because others may be an attempt ahead of this launcher.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -685,8 +685,8 @@ class Heard:
       ended: by attempt and node, what failed there first when all workers had ended.
       well: by attempt, the machines on which all workers have ended with 0.
       gone: by attempt, the machines that have left it.
-      lost: why no further attempt makes sense, in words; None while there may be one.
-      status: the job's exit status, for those that wait for a place in it; None while it goes on.
+      lost: why no further attempt is possible, in words; None while one is.
+      status: the job's exit status, for launchers that wait for a place in it; None while it goes on.
     """
 
     def __init__(self):
@@ -728,7 +728,7 @@ class Heard:
         return max((number for number, start in self.starts.items() if node in start.nodes), default=-1)
 
     def ends(self, number: int) -> bool:
-        """Whether an attempt is already bound to end."""
+        """Whether an attempt is about to end: a worker has failed or ended, or machines come or go."""
         return bool(number in self.regroups | self.alarms or self.gone[number] or self.ended[number])
 
     def all_ended(self, start: Start) -> bool:
@@ -737,7 +737,7 @@ class Heard:
 
 
 # --------------------------------------------------------------------------------------------------
-# Node 0's list of the machines that are there, and who of them makes up the next world.
+# Node 0's list of the machines that are present, and which of them make up the next world.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -750,8 +750,8 @@ class Roster:
       token: the job's.
 
     Attributes:
-      sizes: numbers of workers, by node.
-      trial: of the machines that have come to the attempt at hand.
+      sizes: numbers of workers of the machines that are present, by node.
+      trial: the record of the machines that are new in the current attempt.
     """
 
     def __init__(self, options: LaunchOptions, size: int, token: bytes):
@@ -780,11 +780,11 @@ class Roster:
         self.sizes.pop(node, None)
 
     def next_nodes(self, before: Sequence[int]) -> tuple[int, ...]:
-        """The machines of the world that follows the one with these."""
+        """Returns the machines of the next world, after one with the machines `before`."""
         return regrouped(before, self.sizes, self._options.node_unit)
 
     def few(self, before: Sequence[int]) -> str:
-        """Why the machines cannot form a world; empty if they can."""
+        """Returns why the machines that are present are too few for a world; empty if they are enough."""
         options, count = self._options, len(self.next_nodes(before))
         if count >= options.min_nodes:
             return ""
@@ -792,7 +792,7 @@ class Roster:
         return f"{len(self.sizes)} machine(s) are there, and --nnodes asks for {options.min_nodes}{unit}"
 
     def could_grow(self, before: Sequence[int]) -> bool:
-        """Whether waiting machines would make a larger world than these."""
+        """Whether waiting machines would make a larger world, and no more machines are waited for."""
         return len(self.next_nodes(before)) > len(before) and self.settled
 
     def to_send_away(self, before: Sequence[int]) -> tuple[int, ...]:
@@ -816,23 +816,22 @@ class Roster:
 
 
 # --------------------------------------------------------------------------------------------------
-# Whom the launcher of node 0 lets in, and what it answers: at once where machines come and go, else when all have
-# called.
+# The callers that node 0 lets in: it answers at once if machines come and go, else when all have called.
 # --------------------------------------------------------------------------------------------------
 
 
 class Gathering:
-    """The callers of node 0 before the first attempt.
+    """Answers the callers of node 0: before the first attempt and, if machines come and go, later too.
 
     Args:
       options: of its launcher.
-      roster: its list of the machines that are there.
-      lines: get those that are let in.
+      roster: its list of the machines that are present.
+      lines: get the connections of those that are let in.
     """
 
     def __init__(self, options: LaunchOptions, roster: Roster, lines: Lines):
         self._options, self._roster, self._lines = options, roster, lines
-        self._refused: list[Connection] = []  # they wait for everybody's answer, where all must come
+        self._refused: list[Connection] = []  # if all nodes must come, they are answered when all are
         self._fault = ""
 
     @property
@@ -859,13 +858,13 @@ class Gathering:
                 self._fault = self._fault or fault
 
     def end(self, seconds: float) -> str:
-        """Tell all callers the outcome; stop listening if all nodes had to come.
+        """End the gathering; if all nodes had to come, answer all callers and stop listening.
 
         Args:
-          seconds: how long others were waited for.
+          seconds: how long node 0 has waited for others.
 
         Returns:
-          What was wrong, in words; empty where nothing was.
+          What was wrong, in words; empty if nothing was.
         """
         if self._roster.few(()):
             missing = sorted(set(range(self._options.nnodes)) - set(self._roster.sizes))
@@ -886,7 +885,7 @@ class Gathering:
 
 
 # --------------------------------------------------------------------------------------------------
-# The launchers of a job's machines in touch: they gather, agree on ranks and port, and share alarms and the verdict.
+# The launchers of a job's machines: they gather, agree on ranks and port, and share alarms and the cause of a failure.
 #
 # Node 0's launcher listens on the master port of the named address; the others call it. The workers' coordinator gets
 # the 16 ports after that one in turn, another at every attempt, so that nothing of a dead attempt can answer a new one.
@@ -895,10 +894,10 @@ class Gathering:
 # --------------------------------------------------------------------------------------------------
 
 GATHER_TIMEOUT = 300.0
-"""Seconds in which the launchers of all machines must be started, or of as many as there must be."""
+"""Seconds in which the launchers of all machines, or of the smallest number of them, must be started."""
 
 QUIET = 10.0
-"""Seconds after which a launcher says whom it waits for."""
+"""Seconds after which a launcher prints what it waits for."""
 
 _TICK = 0.1
 
@@ -948,11 +947,12 @@ class Nodes:
         """The next attempt that includes this machine: node 0 decides and tells all.
 
         Args:
-          number: of the attempt, at least; node 0 takes it.
-          port: of its coordinator; node 0's counts.
+          number: the attempt's, which node 0 takes as it is; on other nodes the attempt may be a later one.
+          port: its coordinator's; only node 0's is used.
 
         Raises:
-          Over: when there is none.
+          Over: when there is no further attempt.
+          Stopped: when a signal comes before.
         """
         if self._roster is None and self._me == 0:
             self._heard.starts[number] = Start(number, port, (0,), tuple(self.sizes))
@@ -973,7 +973,7 @@ class Nodes:
 
     @property
     def lost(self) -> str | None:
-        """Why no further attempt makes sense; None while one is possible."""
+        """Why no further attempt is possible; None while one is."""
         return self._heard.lost
 
     def sockets(self) -> Sequence[Any]:
@@ -1023,7 +1023,7 @@ class Nodes:
 
     @property
     def decides(self) -> bool:
-        """Whether this launcher decides about another attempt; if machines come and go, only node 0 does."""
+        """Whether this launcher decides if another attempt is made; if machines come and go, only node 0 does."""
         return self._me == 0 or not self._options.elastic
 
     @property
@@ -1046,11 +1046,14 @@ class Nodes:
         return bool(away)
 
     def verdict(self, failure: Failure | None, well: bool = False) -> Failure | None:
-        """The root cause of a failed attempt, equal on every machine.
+        """Wait until the workers of all machines have ended; returns the attempt's root cause, equal on every machine.
 
         Args:
           failure: what failed here first, if anything.
           well: whether all workers here have ended with 0.
+
+        Returns:
+          The cause, or None if no worker of the machines that are left has failed.
         """
         self._end(failure, well)
         self._wait(self._all_ended)

@@ -18,16 +18,16 @@ from axonml_jax.mesh.join import check_host
 # --------------------------------------------------------------------------------------------------
 
 DEFAULT_PORT = 29500
-"""torchrun's, where several machines must know it and nobody says another."""
+"""The master port of several machines if none is given, as torchrun's."""
 
 ATTEMPT_PORTS = 16
-"""How many ports after that one the workers' coordinator takes in turn, each attempt another."""
+"""How many ports after the master port the workers' coordinator takes in turn, one for each attempt."""
 
 MOST_NODES = 2**14
-"""Of how many machines node 0 keeps a connection at most; every one of them hears the sizes of all."""
+"""The most machines of a job: node 0 keeps a connection to each, and sends each the sizes of all."""
 
 LAST_CALL = 30.0
-"""torchrun's seconds to wait for more machines once there are enough."""
+"""Seconds to wait for more machines once there are enough, as torchrun does."""
 
 _OF_A_RUN = ("train", "eval", "generate")
 """Commands of `axonml-jax` that several processes run together."""
@@ -101,7 +101,7 @@ def _supervision_flags(flag: Callable) -> None:
         "--standby",
         type=float,
         metavar="SECONDS",
-        help="so long after a start, start as many processes again, which import and wait to take over at a restart",
+        help="seconds after a start at which as many standby processes begin: they import, and take over at a restart",
     )
     flag("--shutdown-timeout", type=float, default=30.0, metavar="SECONDS", help="from Ctrl-C or SIGTERM to SIGKILL")
     flag("--log-dir", type=Path, metavar="DIR", help="keep every process's output under DIR/RUN/attempt_I/RANK")
@@ -123,7 +123,7 @@ def refuse_unknown_flags(argv: Sequence[str], parser: argparse.ArgumentParser) -
     """Refuse unknown flags before argparse, which would take their values for the script.
 
     Raises:
-      ConfigError: with the nearest known flag, or why torchrun's flag has no work here.
+      ConfigError: with the nearest known flag, or why a flag of torchrun's is not needed here.
     """
     actions = parser._option_string_actions
     words = iter(argv)
@@ -146,7 +146,7 @@ def refuse_unknown_flags(argv: Sequence[str], parser: argparse.ArgumentParser) -
 
 
 # --------------------------------------------------------------------------------------------------
-# What `axonml-jax launch` was asked for, as one frozen value; everything that cannot work is refused at once.
+# The options of `axonml-jax launch` as one frozen value; everything that cannot work is refused at once.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -159,10 +159,10 @@ class LaunchOptions:
       nnodes: number of machines; the largest, where they may come and go.
       min_nodes: the smallest number of them.
       node_unit: how many of them come and go together.
-      last_call: seconds to wait for more of them, once there are enough.
+      last_call: seconds to wait for more of them, once there are enough, since the last has come.
       node_rank: which of them this is.
       master_addr: host of node 0.
-      master_port: port there; None: a free one.
+      master_port: port there; None, with one machine only: a free one.
       max_restarts: how often all workers are started again after a failure.
       standby: seconds after which processes are started that stand by for a restart; None: none are.
       shutdown_timeout: seconds between Ctrl-C or SIGTERM and SIGKILL.
@@ -211,7 +211,7 @@ def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptio
       environ: `PET_<FLAG>` variables are defaults, as for torchrun (Kubernetes' training operator sets them).
 
     Raises:
-      ConfigError: for an unknown flag (with the nearest known one, or why torchrun's has no work here), values that
+      ConfigError: for an unknown flag (with the nearest known one, or why torchrun's is not needed), values that
         contradict each other, or a script or module that is not there.
       SystemExit: after `--help`, or argparse's usage error.
     """
@@ -341,9 +341,9 @@ def _missing_program(given: argparse.Namespace) -> list[str]:
     if given.module:
         # The first part only: importing a package to find its submodules would run its code here.
         top = given.target.split(".")[0]
-        found = top in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(
-            top, [os.getcwd(), *sys.path]
-        )
+        here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path])
+        # Editable installs may have a finder of their own.
+        found = here or any(finder.find_spec(top, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
         return [] if found else [f"no module named {top!r} (looked in {os.getcwd()} and this Python's packages)"]
     path = Path(given.target)
     if path.suffix in (".yaml", ".yml"):

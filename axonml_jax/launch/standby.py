@@ -16,8 +16,8 @@ from pathlib import Path
 from axonml_jax.mesh.environment import GENERATIONS, NAME, Handed, kept_by
 
 # --------------------------------------------------------------------------------------------------
-# Memory of the launcher that its workers write: it stays when a worker dies, and goes when the launcher does, however
-# it ends.
+# Memory of the launcher that its workers write: it stays when a worker dies, and is freed when the launcher ends, in any
+# way.
 #
 # Linux gives files that are in memory only and have no name (`memfd_create`): nobody else can open them, and nothing
 # can be left behind. An empty one costs nothing.
@@ -25,7 +25,7 @@ from axonml_jax.mesh.environment import GENERATIONS, NAME, Handed, kept_by
 
 
 class HostMemory:
-    """The memory files of all workers of one machine, whose number is constant. A context.
+    """The memory files of all workers of one machine, whose number of workers is constant. A context, which closes them.
 
     Args:
       sizes: workers of every machine.
@@ -46,7 +46,7 @@ class HostMemory:
                 os.close(handle)
 
     def arrange(self, sizes: Sequence[int], node_rank: int, keep: bool = True) -> bool:
-        """Assign files to workers for the next world; file contents stay, because a copy says what it is of.
+        """Assign files to workers for the next world; their contents stay, as each copy says which state it holds.
 
         Args:
           sizes: workers of every machine.
@@ -62,7 +62,7 @@ class HostMemory:
             while len(files) < len(whose):
                 files.append(_files(f"another machine's, kept by worker {local}"))
                 grown = True
-            # Those that nobody needs any more are handed on too, for what they hold; no process has a negative rank.
+            # Files that no rank needs now are handed on too, for their contents, under negative numbers: no rank has one.
             labels = [*whose, *(-number for number in range(1, len(files) - len(whose) + 1))]
             self._handed.append(Handed(own, dict(zip(labels, files, strict=True))))
         if not keep:
@@ -85,10 +85,10 @@ def _files(whose: str) -> tuple[int, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# A process that waits to be a worker, with its imports made: a restart need not wait for them.
+# A process that stands by to be a worker, with its imports made: a restart need not wait for them.
 #
-# Also its program: it imports what every run needs, waits for a line that says which worker it is, and runs the script
-# as Python would have. It has started no device and joined nothing until then.
+# This module is also its program: it imports what every run needs, waits for a line with a worker's variables, and runs
+# the script as Python would. Until then it has started no device and joined no job.
 # --------------------------------------------------------------------------------------------------
 
 NEEDED = (
@@ -100,13 +100,13 @@ NEEDED = (
     "axonml_jax.facade.facades",
     "axonml_jax.checkpoint.manager",
 )
-"""What a standing-by process has imported."""
+"""Modules that a standby process imports."""
 
 TRAIN = "axonml_jax.cli.train"
-"""What it has imported besides where `axonml-jax train` is launched."""
+"""The module that it imports besides if `axonml-jax train` is launched."""
 
 _READ = ("JAX_", "OMP_", "MKL_", "OPENBLAS_")
-"""How the variables begin that the imports read."""
+"""Prefixes of the environment variables that these imports read."""
 
 _READERS = {"axonml_jax", *(name.partition(".")[0] for name in NEEDED)}
 
@@ -122,7 +122,13 @@ def go(environ: Mapping[str, str]) -> bytes:
 
 
 def stand_by(kind: str, target: str, arguments: Sequence[str]) -> None:
-    """Import, wait, and become the worker; ends silently if it is not needed."""
+    """Import, wait for a worker's variables on standard input, and run its program; end silently if none come.
+
+    Args:
+      kind: "module" or "script".
+      target: the module's name or the script's path.
+      arguments: of the program.
+    """
     seen = _read(os.environ)
     trains = kind == "module" and target == "axonml_jax" and list(arguments[:1]) == ["train"]
     for name in (*NEEDED, *([TRAIN] if trains else [])):
@@ -149,11 +155,11 @@ def stand_by(kind: str, target: str, arguments: Sequence[str]) -> None:
 
 
 def watch_imports(seen: Mapping[str, str], start_again: Callable[[list[str]], None]) -> None:
-    """At the script's first import of JAX, check whether it has set variables that JAX read earlier.
+    """At the program's first import of JAX, Flax, optax, orbax or this package, check for changes of variables that they read.
 
     Args:
-      seen: the variables that JAX read.
-      start_again: called with the names of those that are others now; then nothing is watched any more.
+      seen: the variables when this process imported them.
+      start_again: called with the names of those that differ now, if any do. Later imports are not watched.
     """
     usual = builtins.__import__
 
@@ -194,13 +200,13 @@ _LEAVE = 5.0
 class Spares:
     """Starts standby processes some time after an attempt has begun, when their imports disturb it least. A context.
 
-    They read their orders from a pipe that the launcher holds: when the launcher ends, however, they end too.
+    They read from a pipe that the launcher holds, so that they end when it does, in any way.
 
     Args:
-      count: how many.
-      program: whether it is a module, which, and its arguments.
-      start: starts a command line for one of this machine's workers, by its number, with a pipe as its input.
-      delay: seconds.
+      count: workers of this machine.
+      program: whether it is a module, the module or script, and its arguments.
+      start: starts a command line for the worker of a local rank, with a pipe as its input.
+      delay: seconds from `prepare` to the start.
     """
 
     def __init__(
@@ -249,7 +255,7 @@ class Spares:
             self._timer.join()
 
     def take(self, local_rank: int) -> subprocess.Popen | None:
-        """A worker's standby process; None if there is none, or it has died."""
+        """Hand over a worker's standby process; None if there is none, or it has died."""
         process = self._waiting.pop(local_rank, None)
         return process if process is not None and process.poll() is None else None
 

@@ -79,12 +79,12 @@ class Interrupts:
 
 
 # --------------------------------------------------------------------------------------------------
-# One stream of one worker, passed on line by line: to the console with its rank, to a file, and the last lines kept.
+# One stream of one worker: its lines go to the console with its rank, and to a file; the last lines are kept.
 # --------------------------------------------------------------------------------------------------
 
 KEPT_LINES = 200
 _LONGEST = 2**16
-# What gloo prints to standard output from C++ whenever a group of processes has found itself. It is kept where a peer lacks.
+# What gloo prints to standard output from C++ when a group of processes has connected. A line that misses peers does not match.
 _CHATTER = re.compile(
     rb"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. Expected number of connected peer ranks is : \1\s*"
 )
@@ -93,12 +93,12 @@ _CHATTER = re.compile(
 class Outlet:
     """Reads a worker's stream, and passes on only whole lines, so that lines of ranks never mix.
 
-    Gloo's word that all its peers are connected goes to the file only.
+    Gloo's line that all its peers are connected goes to the file only.
 
     Args:
       pipe: what the worker writes.
       prefix: before every line on the console.
-      console: where lines show; None: nowhere.
+      console: where lines are shown; None: nowhere.
       log: a file that gets the stream as it is; None: none.
     """
 
@@ -257,10 +257,17 @@ def count_workers(wanted: str, environ: Mapping[str, str]) -> tuple[int, tuple[s
       environ: the launcher's variables; JAX_PLATFORMS=cpu leaves GPUs alone.
 
     Raises:
-      ConfigError: when it is none of these, there are too few GPUs, or simulated devices are asked for.
+      ConfigError: when it is none of these, there are too few GPUs, or JAX_PLATFORMS or simulated devices ask for others.
     """
     _refuse_simulated(environ)
     gpus = () if wanted == "cpu" else visible_gpus(environ)
+    platforms = environ.get("JAX_PLATFORMS", "")
+    if platforms and not gpus and wanted not in ("cpu", "gpu") and "cpu" not in platforms.split(","):
+        raise ConfigError(
+            f"launch: JAX_PLATFORMS={platforms}: launched processes compute on NVIDIA GPUs, of which JAX could use none here, "
+            "or on the CPU; set JAX_PLATFORMS=cpu for that. On TPUs start one process per machine without axonml-jax launch, "
+            "and ax.init() finds the others"
+        )
     if wanted == "auto":
         wanted = "gpu" if gpus else "cpu"
     if wanted == "gpu":
@@ -318,7 +325,7 @@ def _refuse_simulated(environ: Mapping[str, str]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# One process of a launched job: started in a session of its own, listened to, and its end told.
+# One process of a launched job, started in a session of its own, and how it failed.
 # --------------------------------------------------------------------------------------------------
 
 STDOUT, STDERR = 1, 2
@@ -477,7 +484,7 @@ _HINTS = {
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
-    """The first failure that does not merely report a lost connection; if all do, the first.
+    """Returns the first failure that does not merely report a lost connection; if all do, the first.
 
     Args:
       failures: in the order in which they were seen; at least one.
@@ -492,7 +499,7 @@ def looks_like_a_consequence(failure: Failure) -> bool:
 
 
 def report(cause: Failure) -> str:
-    """Print rank, exit code or signal, and the traceback: what a user should read last."""
+    """Returns the text that a user should read last: rank, exit code or signal, host, and the end of standard error."""
     head = (
         f"rank {cause.rank} failed first: {cause.how} after {cause.seconds:.1f} s (process {cause.pid} on {cause.host})"
     )
@@ -532,14 +539,14 @@ def traceback_of(lines: Sequence[str]) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Watching the workers of one machine: output passed on, the first failure found, everybody stopped, nobody left behind.
+# Watching the workers of one machine: passes on their output, finds the first failure, and stops every process.
 # --------------------------------------------------------------------------------------------------
 
 FAILURE_GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for those that must stop because another worker failed."""
 
 RESTART_GRACE = 1.0
-"""The same where all start again: nobody can go on without the one that failed, and every second is lost."""
+"""The same if all start again: the others cannot go on without the worker that failed, and every second counts."""
 
 _TICK = 0.1
 # A worker that lost another may die before the one that caused it, which is still taking its leave.
@@ -588,10 +595,10 @@ class Ended:
 
     Attributes:
       failure: what failed first of this machine's workers.
-      elsewhere: whether something else failed on another machine, or machines come or go.
+      elsewhere: whether it ended because a worker failed on another machine, or because machines come or go.
       well: whether all of this machine's workers ended with 0 when machines come or go.
       received: the signal that asked for the end.
-      stopped: ranks that were stopped because of it.
+      stopped: ranks that were still running then, and were stopped.
       early: ranks that had ended well when others failed.
       records: files in which workers have left their flight records.
     """
@@ -667,7 +674,7 @@ class Supervisor:
             self._tell_of_lonely_workers()
 
     def _explain(self, failed: list[Worker]) -> Ended:
-        """Wait until it is clear which worker failed first; returns how the attempt ended."""
+        """Wait up to 2 s for a failure that is no consequence of another, end all; returns how the attempt ended."""
         deadline = time.monotonic() + _SETTLE
         while time.monotonic() < deadline and not self._interrupts.received:
             self._pump()
@@ -736,7 +743,7 @@ class Supervisor:
                 outlet.pump()
 
     def _drain(self) -> None:
-        """Pass on the remaining output. A pipe stays open only if an unkillable process holds it."""
+        """Pass on the remaining output, for at most 2 s: a process that cannot be killed may keep a pipe open."""
         deadline = time.monotonic() + _DRAIN
         outlets = [outlet for worker in self._workers for outlet in worker.outlets]
         while any(not outlet.closed for outlet in outlets) and time.monotonic() < deadline:
