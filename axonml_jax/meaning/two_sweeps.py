@@ -148,7 +148,7 @@ def second(swept: Swept, number: jax.Array, results: Sequence[jax.Array], beside
 
 def _times(gradient: jax.Array, x: jax.Array) -> jax.Array:
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    return jnp.sum(gradient.astype(wide) * x.astype(wide))
+    return jnp.sum((gradient.astype(wide) * x.astype(wide)).real)
 
 
 def first_only(

@@ -20,6 +20,7 @@ from axonml_jax.collectives.collectives import all_gather, all_reduce
 from axonml_jax.collectives.primitives import (
     ReduceOp,
     axis_index,
+    axis_size,
     max_over,
     min_over,
     sum_over,
@@ -263,10 +264,21 @@ class Ranks:
         return filled.reshape(*shape[:dim], shape[dim] * group.ranks, *shape[dim + 1 :])
 
     def unvaried(self, array: jax.Array) -> jax.Array:
-        """Types a whole array as the same on every rank, for a program that was traced without varying types."""
+        """Types a whole array as the same on every rank, for a program that was traced without varying types.
+
+        Raises:
+          ValueError: where ranks train models of their own, so that their arrays differ.
+        """
         if not self.axes:
             return array
-        return sum_over(jnp.where(axis_index(self.axes) == 0, array, 0), self.typed if self.checked else self.axes)
+        if self.checked and (apart := [axis for axis in self.typed if axis not in self.axes and axis_size(axis) > 1]):
+            name, line = self.at
+            raise ValueError(
+                f"check_vma=True: {name} ({line or 'no line known'}) runs a function of its own on all rows of a replica, and "
+                f"replicas along {', '.join(apart)} have other rows: leave out check_vma=True (the result is the same)"
+            )
+        axes = self.typed if self.checked else self.axes
+        return sum_over(jnp.where(axis_index(self.axes) == 0, array, 0), axes).astype(array.dtype)
 
     def local(self, shape: Sequence[int], places: Places) -> tuple[int, ...]:
         """The shape of this rank's part of a value."""
@@ -392,6 +404,3 @@ ACTS: Mapping[str, Act] = {
     "lookup": _lookup,
 }
 """The function of each `Step.act`."""
-
-JOINT = ("extreme", "logical", "product")
-"""The acts that several groups may do together."""
