@@ -145,7 +145,8 @@ class Partition:
         """
         added = {name for _, adapter in self.adapters for name in adapter.added}
         leaves = {name: leaf for name, leaf in named_leaves(variables).items() if name not in added}
-        chosen = {name: next((rule for rule in self.rules if re.fullmatch(rule[0], name)), None) for name in leaves}
+        rules = [(re.compile(rule[0]), rule) for rule in self.rules]  # once: `re` forgets some of more than 512
+        chosen = {name: next((rule for each, rule in rules if each.fullmatch(name)), None) for name in leaves}
         problems = [
             f"  {name} {tuple(leaves[name].shape)}: no rule matches it" for name, r in chosen.items() if r is None
         ]

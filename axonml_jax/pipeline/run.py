@@ -564,7 +564,7 @@ class ReplicatedBatch:
         if not read or not read <= self._replicated:
             return None
         made = equation.op.bind(operands)
-        if max(x.size for x in made) > max(given.size for given in equation.op.given):
+        if max((x.size for x in made), default=0) > max(given.size for given in equation.op.given):
             return made
         self._replicated.update(equation.outputs)
         return [on_every_rank(x) for x in made]
