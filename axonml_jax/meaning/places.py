@@ -79,8 +79,8 @@ def reshaped(place: Split, old: Sequence[int], new: Sequence[int], ranks: int, *
 
     `whole`: what is split must stay in one piece, as positions that ranks hold in an order of their own.
 
-    Behind each other in memory, the parts are the middle of [before, ranks, rest]: the new shape must have a dim that begins
-    at or around `before` and divides there.
+    In memory the array is [before, ranks, rest]. The new dim in which `before` ends must be [outer, ranks, n] by itself, such
+    that `before` is `outer` times the new dims in front of it.
 
     >>> reshaped(Split(0), (32, 8, 5), (256, 5), 8), reshaped(Split(1), (32, 8, 5), (256, 5), 4)
     (Split(dim=0, outer=1), Split(dim=0, outer=32))

@@ -36,14 +36,13 @@ from axonml_jax.sharding.layout import RankOrder, sequence_order
 class Value:
     """A value of the whole batch's program, as this rank holds it.
 
-    A whole one is made when it is read, and only as much of it as is read: a mask or an identity of which a rank needs its rows
-    is never whole.
+    A whole value is made when it is read, and only the part that is read: of a mask or an identity a rank makes its rows alone.
 
     Attributes:
-      shape: the whole value's.
+      shape: the shape of the whole value.
       dtype: its dtype.
       places: how each group holds it.
-      make: `make(places)`: this rank's part of a whole one, held so; of all others only `make(self.places)`.
+      make: `make(places)` makes this rank's part of a whole value in any places; of another value in `self.places` only.
       zero: it is known to be zeros.
     """
 
@@ -66,7 +65,7 @@ class Value:
         return self.at(self.places)
 
     def at(self, places: Places) -> jax.Array:
-        """This rank's part of a whole value, made once."""
+        """Returns this rank's part of a whole value in these places, made once for each."""
         if places not in self._made:
             self._made[places] = self.make(places)
         return self._made[places]
@@ -77,9 +76,9 @@ class Gathered:
     """A gather of rows (or positions) that an operation mixes.
 
     Attributes:
-      bytes: what a rank receives.
-      operation: the primitive.
-      line: the user's.
+      bytes: bytes that a rank receives in one step.
+      operation: the name of the primitive.
+      line: the user's source line; "" where it is not known.
     """
 
     bytes: int
@@ -91,13 +90,14 @@ class Ranks:
     """The groups of ranks that split a batch, and the collectives that change a value's places.
 
     Attributes:
-      groups: of which each splits one thing.
-      axes: all their mesh axes.
+      groups: the groups of ranks, each of which splits the rows or the positions.
+      axes: the mesh axes of all groups.
       gathered: the gathers so far.
       most_gathered: how many bytes they may have together; None: any number.
-      typed: the mesh axes over which arrays are typed as varying: all, and those of groups of one rank, which split nothing.
-      at: the operation and the line that are being run.
-      times: how often, where it is in a loop.
+      typed: the mesh axes over which arrays are typed as varying: `axes`, and axes that split nothing of this loss, which have
+        one rank or ranks with batches of their own.
+      at: the operation that is being run, and the user's line.
+      times: how often that operation runs in a step, by the lengths of the scans around it.
     """
 
     def __init__(self, groups: Sequence[Group], most_gathered: int | None = None, alone: tuple[str, ...] = ()):
@@ -162,7 +162,10 @@ class Ranks:
     # Changing places
 
     def settled(self, value: Value, places: Places) -> jax.Array:
-        """This rank's part of a value in other places: sums are completed, split dims gathered, whole dims cut."""
+        """Returns this rank's part of a value in other places: sums are completed, split dims gathered, whole dims cut.
+
+        A whole value as a sum is itself on the group's first rank, and zeros on all others.
+        """
         value = self._completed(value, places)
         for number, place in enumerate(places):
             if isinstance(value.places[number], Split) and value.places[number] != place:
@@ -228,7 +231,7 @@ class Ranks:
         return joined if outer == 1 else joined.reshape(*shape[: dim - 1], outer * size * group.ranks, *shape[dim:])
 
     def note(self, size: int) -> None:
-        """Records a gather, and refuses it where gathers are too many bytes.
+        """Records a gather of `size` bytes in a trip, and refuses it where all together are more than `most_gathered`.
 
         Raises:
           ValueError: naming the operation, the line, the sizes and the remedies.
@@ -241,7 +244,7 @@ class Ranks:
     # Other things that rules need
 
     def rows_as_sum(self, value: Value) -> jax.Array:
-        """This rank's summand of a value: as `settled` to sums, but for split dims its part among zeros."""
+        """Returns this rank's summand of a value, of the whole shape: along split dims its own part among zeros."""
         zeros = [isinstance(place, Split) for place in value.places]
         if not any(zeros):
             return self.settled(value, (SUM,) * len(self.groups))

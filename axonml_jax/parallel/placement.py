@@ -45,12 +45,22 @@ if TYPE_CHECKING:
     from axonml_jax.pipeline.pack import Assignment, Staging
 
 # --------------------------------------------------------------------------------------------------
-# What of a plan fits a mesh: axes that would do the same work are refused.
+# Whether a plan fits a mesh: axes along which all ranks would do the same work, and options that do not go together.
 # --------------------------------------------------------------------------------------------------
 
 
 def check_axes(plan: Plan, degrees: Mapping[str, int], in_layers: Mapping[str, PartitionSpec]) -> None:
-    """Refuse axes along which all ranks would do the same work."""
+    """Refuses a plan that does not fit a mesh.
+
+    Args:
+      plan: the plan.
+      degrees: size of every mesh axis.
+      in_layers: how the model's own layers split parameters, by path.
+
+    Raises:
+      ValueError: for axes of several ranks without a strategy, along which all ranks would do the same work; a pipeline without
+        an axis for its stages; strategies and options that do not go together on this mesh.
+    """
     used = {axis for spec in in_layers.values() for entry in spec for axis in as_axes(entry or ())}
     known = [name for axis in plan.strategies for name in as_axes(axis) if name not in LAYER_AXES or name in used]
     known += [STAGES] * (plan.pipe is not None)
@@ -772,7 +782,7 @@ def _joined(layout: Layout, other: Layout) -> Layout:
 
 
 # --------------------------------------------------------------------------------------------------
-# Binding a plan to a mesh and a model: every default decided, a layout for every parameter, and what cannot be refused.
+# Binding a plan to a mesh and a model: every default decided, a layout for every parameter, what cannot run refused.
 # --------------------------------------------------------------------------------------------------
 
 

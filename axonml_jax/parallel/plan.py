@@ -120,7 +120,7 @@ class Partition:
 
     @property
     def axes(self) -> frozenset[str]:
-        """The axes that the rules name, all of which a step leaves to the partitioner; `tensor` where they name none."""
+        """The axes left to the partitioner: `tensor` and `expert` where the rules name them; `tensor` if they name neither."""
         return self.named.intersection(PARTITIONED) or frozenset(PARTITIONED[:1])
 
     @property
@@ -360,13 +360,14 @@ def _chosen(value: Any) -> Iterator[tuple[str, Any]]:
 # --------------------------------------------------------------------------------------------------
 
 Remat = Literal["full", "selective"] | Sequence[str] | Callable[..., Any] | Mapping[str, Any] | Any | None
-"""What the backward recomputes: nothing (in scans and pipelines, where it lies apart from its forward, what is elementwise);
-all of a unit from its inputs; or all but the results of weight multiplications, which are most of the work and a small part
-of the memory (Korthikanti et al. 2022). Values in host memory are named behind "host:"."""
+"""What the backward recomputes. None: nothing (in scans and pipelines, where it lies apart from its forward, what is
+elementwise). "full": all of a unit from its inputs. "selective": all but the results of weight multiplications, which are most
+of the work and a small part of the memory (Korthikanti et al. 2022). Regular expressions: all but the values that they find, of
+which those behind "host:" are kept in host memory. A policy of `jax.checkpoint_policies`, or what each unit keeps."""
 
 Kernels = Literal["auto", "xla", "interpret"]
-"""How norms, GELU and cross entropy of the library's layers are computed: by kernels on GPUs where they apply; never so; or by
-the kernels on any platform, run slowly by plain operations, to try them (`layers/fused.py`)."""
+"""How norms, GELU and cross entropy of the library's layers are computed. "auto": by kernels on GPUs where they apply; "xla":
+never by kernels; "interpret": by kernels on any platform, run slowly by plain operations, to try them (`layers/fused.py`)."""
 
 
 Memory = str | float | int | None
@@ -546,7 +547,8 @@ class Plan:
           **options: of `Plan`; a strategy that is given holds.
 
         Raises:
-          ValueError: naming every name without a rule or an axis, and all else that does not fit the mesh.
+          ValueError: naming every name without a rule or an axis, and all else that does not fit the mesh; and for a Linen
+            module without `params`.
         """
         from axonml_jax.parallel.annotations import Annotations
 
@@ -691,7 +693,7 @@ class Plan:
         return {axis: own for axis, each in self.strategies.items() if (own := each.having(LocalRounds)) is not None}
 
     def within_round(self) -> "Plan":
-        """The plan of a step within such a round; itself without rounds."""
+        """The plan of a step within a round (see `LocalRounds`); the plan itself where it has no rounds."""
         return self._changed(LocalRounds, lambda axis, own: own.within_round()) if self.rounds else self
 
     def reducing(self) -> "Plan":
