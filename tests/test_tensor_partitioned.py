@@ -173,6 +173,8 @@ def test_rules_that_do_not_fit_are_refused_with_every_offender():
         make([("Dense_1/bias", P("tensor")), (".*", P())], mesh_of(tensor=8))
     with pytest.raises(ValueError, match=r"names the axes \['pipe'\].*'\(' is no regular expression"):
         make([(".*", P("pipe")), ("(", P())])
+    with pytest.raises(ValueError, match="leaves a dim UNCONSTRAINED: name an axis, or None"):
+        make([(".*/kernel", P(P.UNCONSTRAINED, "tensor")), (".*", P())])
     with pytest.raises(ValueError, match="axis 'tensor' or 'expert', and the mesh has"):
         make([(".*", P())], mesh_of(data=2))
     with pytest.raises(ValueError, match=r"the mesh has \{'expert': 2\}, and no rule names expert"):

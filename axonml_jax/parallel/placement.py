@@ -265,9 +265,9 @@ class Placement:
       plan: the plan, with every default decided.
       degrees: size of every mesh axis.
       params, frozen: a `Layout` for every leaf.
-      stages: where leaves live along a pipeline; what rests is then what its stores say. None: there is no pipeline.
+      stages: the stages of leaves along a pipeline, and the buffers in which they rest then. None: there is no pipeline.
       automatic: the axes that a step leaves to XLA's partitioner.
-      at_rest: with such axes, where leaves rest; here they look whole along them.
+      at_rest: with such axes, the placement in which leaves rest; in this one they look whole along these axes.
       agreed: where ranks train their own parameters for a round (`in_round`), the placement of what they agree on.
       splits_rows: False gives every batch shard all rows.
     """
@@ -519,8 +519,8 @@ def wire_itemsize(placement: Placement, layout: Layout) -> int:
 # --------------------------------------------------------------------------------------------------
 # Which sums a rank's gradients lack (`Partial`).
 #
-# Who differentiates says that all are lacking, and `Placement.reduced` alone that one is made. Where autodiff or buffers
-# have to carry arrays, they are taken in front as what they are, and are parts again behind.
+# Where code differentiates, gradients lack all sums (`parts_of`); `Placement.reduced` alone makes one of them. Where
+# autodiff or buffers carry plain arrays, a `Partial`'s array is taken out before (`taken`), and made a `Partial` again after.
 # --------------------------------------------------------------------------------------------------
 
 

@@ -179,7 +179,7 @@ class Partition:
 
 
 def _in_our_names(rule: Any, names: Mapping[str, str]) -> Any:
-    if len(rule) != 2 or not isinstance(rule[1], PartitionSpec):
+    if len(rule) != 2 or not isinstance(rule[1], PartitionSpec) or PartitionSpec.UNCONSTRAINED in rule[1]:
         return rule
     ours = lambda entry: entry if entry is None else tuple(names.get(axis, axis) for axis in as_axes(entry))
     return rule[0], PartitionSpec(*(own[0] if len(own := ours(entry) or ()) == 1 else own or None for entry in rule[1]))
@@ -188,6 +188,8 @@ def _in_our_names(rule: Any, names: Mapping[str, str]) -> Any:
 def _wrong(rule: Any) -> str | None:
     if len(rule) != 2 or not isinstance(rule[0], str) or not isinstance(rule[1], PartitionSpec):
         return f"{rule!r} is no such pair"
+    if PartitionSpec.UNCONSTRAINED in rule[1]:
+        return f"{rule[0]!r} leaves a dim UNCONSTRAINED: name an axis, or None for a dim that is not split"
     try:
         re.compile(rule[0])
     except re.error as error:
@@ -379,8 +381,13 @@ def checked_remat(remat: Any) -> tuple[Any, list[str]]:
     if is_one_of(remat, (None, "full", "selective")) or callable(getattr(remat, "choice", None)):
         return remat, []
     if isinstance(remat, Mapping):
-        from axonml_jax.parallel.recompute import Recompute
+        from axonml_jax.parallel.recompute import EVERYTHING, Recompute
 
+        labels = lambda keep: isinstance(keep, (list, tuple)) and all(isinstance(label, str) for label in keep)
+        if wrong := {
+            name: keep for name, keep in remat.items() if not (labels(keep) or is_one_of(keep, (EVERYTHING,)))
+        }:
+            return remat, [f"remat: {wrong} must be lists of the labels of values that are kept, or {EVERYTHING!r}"]
         return Recompute.of(remat), []
     if callable(remat):
         return remat, []

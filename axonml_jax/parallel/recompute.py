@@ -56,7 +56,7 @@ class UnitChoice:
       flops: floating-point operations of products that are done twice, in all trips.
       seconds: time of what is done twice, in all trips.
       host: labels of values that are kept in the host's memory, and brought back a trip ahead.
-      away: bytes of these, in all trips.
+      away: bytes that are kept in the host's memory, in all trips.
     """
 
     name: str
@@ -76,8 +76,8 @@ class Recompute:
 
     Attributes:
       units: the units, in the order of the forward.
-      live: bytes that are predicted to be live at the fullest moment of the backward, beside what rests; None: nobody asked.
-      pieces: what there was to choose from; empty: nobody chose.
+      live: bytes that are predicted to be live at the fullest moment of the backward, beside what rests; None: not predicted.
+      pieces: the units with all that they could keep, of which this was chosen; empty: it was given.
 
     >>> print(Recompute((UnitChoice("blocks/0", ("mlp/up/kernel",), ("mlp/down/kernel",), 1, 2048, 64, 1e-6),)))
     unit      kept           again              bytes  FLOPs  seconds
