@@ -779,6 +779,9 @@ FOLLOWED = {
     "a sum times a number": (lambda x: 2 * x.sum() / 3, [X], [(SUM, SUM)]),
     "a sum and a number": (lambda x: x.sum() + 1, [X], [(SUM, SUM)]),
     "the root of a sum": (lambda x: jnp.sqrt(x.sum()), [X], [(None, None)]),
+    "a sum of bytes as a number": (
+        lambda x: x.astype(jnp.uint8).sum(dtype=jnp.uint8).astype(float), [X], [(None, None)]
+    ),
     "a maximum": (lambda x: x.max(), [X], [(None, None)]),
     "a maximum of features": (lambda x: x.max(2), [X], [X[1]]),
     "sorted rows": (lambda x: jnp.sort(x, 0), [X], [(None, Split(1))]),

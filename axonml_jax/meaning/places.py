@@ -216,9 +216,10 @@ def _linear(op: Operation, places: Sequence[Place]) -> Step | None:
 
 
 def _keeps_sums(old, new) -> bool:
-    """Whether a cast of each part is a part of the cast sum, but for rounding."""
+    """Whether a cast of each part is a part of the cast sum, but for rounding; sums of integers of 8 or 16 bits may wrap."""
     inexact = lambda dtype: jnp.issubdtype(dtype, jnp.inexact)
-    return jnp.bool_ not in (old, new) and (inexact(new) or not inexact(old))
+    wraps = not inexact(old) and old.itemsize < 4 and (inexact(new) or new.itemsize > old.itemsize)
+    return jnp.bool_ not in (old, new) and not wraps and (inexact(new) or not inexact(old))
 
 
 def _beside_ranks(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
