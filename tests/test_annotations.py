@@ -216,6 +216,11 @@ def test_a_rule_whose_axes_are_taken_gives_way_to_the_next():
     assert dict(plan.partition.rules)["Dense_0/kernel"] == P("tensor", "data") and plan.data == ax.Shard()
 
 
+def test_a_linen_module_without_its_variables_has_no_annotations_to_read():
+    with pytest.raises(ValueError, match="give params=, what module"):
+        ax.Plan.from_annotations(Names(True), mesh(data=2, model=4))
+
+
 def test_all_names_without_a_rule_are_refused_at_once():
     own = mesh(data=2, model=4)
     with pytest.raises(ValueError) as caught:

@@ -60,6 +60,14 @@ MODELS = {
     "a class": (lambda: ddp(model=DropoutMLP), ["flax.nnx.Module", "the class DropoutMLP was given"]),
     "trainable that matches nothing": (lambda: ddp(trainable="^head/"), ["'^head/'", "6 parameters", "first/bias"]),
     "an empty list of patterns": (lambda: ddp(trainable=[]), ["trainable=[]", "first/bias"]),
+    "what units keep as a word": (
+        lambda: ax.Plan(remat={"blocks/0": "mlp/up", "blocks/1": 3}),
+        [
+            "remat={'blocks/0': 'mlp/up'}: a unit's path says the list of labels",
+            "remat={'blocks/1': 3}",
+            "'everything'",
+        ],
+    ),
     "a broken pattern": (lambda: ddp(trainable=["kernel", "("]), ["'('", "no regular expression"]),
     "trainable that says nothing": (
         lambda: ddp(trainable=True),

@@ -15,7 +15,8 @@ from meshes import mesh_of
 import axonml_jax as ax
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.ledger.compiled import collectives_in_compiled
-from axonml_jax.program.program import read_program
+from axonml_jax.pipeline.run import ReplicatedBatch
+from axonml_jax.program.program import read_program, run
 from axonml_jax.program.values import mapped_dim
 from axonml_jax.testing.equality import assert_equals_single_device
 
@@ -202,3 +203,9 @@ def test_the_dim_that_attention_leaves_split_is_read_from_its_program():
     )
     program = read_program(trace(lambda y: (*layers(y), y, y.T), jnp.ones((3, 4))).jaxpr)
     assert [mapped_dim(program, atom, "context") for atom in program.outputs] == [1, 2, None, None]
+
+
+def test_an_equation_that_returns_nothing_is_run_as_it_is():
+    printing = lambda x: jax.debug.print("{}", x)
+    program = read_program(trace(printing, jnp.ones(3)).jaxpr)
+    run(program.equations, dict(zip(program.inputs, [jnp.ones(3)], strict=True)), ReplicatedBatch(program.inputs, ()))

@@ -232,6 +232,27 @@ def test_a_loss_of_a_replica_that_trains_by_itself_means_all_its_rows(inner, che
         np.testing.assert_allclose(found, wanted, rtol=1e-10)
 
 
+def steepest(net, b):
+    """The largest of neighbouring rows, by a function that JAX does not know as a maximum."""
+    most = lambda x, start, of: jax.lax.reduce_window(x, start, of, (2,), (1,), "VALID")
+    x = net(b["x"]).mean(1)
+    return most(x, -jnp.inf, lambda a, b: jnp.maximum(a, b) + 0.0).sum(), {
+        "changes": most(x > 0, False, lambda a, b: jnp.logical_xor(a, b)).sum()
+    }
+
+
+def test_a_function_that_is_run_on_all_rows_is_typed_as_the_same_and_refused_where_replicas_differ():
+    evaluated = lambda degrees, plan: ax.parallelize(Net(nnx.Rngs(0)), mesh_of(degrees), plan).trainer(
+        optax.sgd(0.1), steepest
+    )
+    wanted, metrics = steepest(Net(nnx.Rngs(0)), batch_of(16))
+    found = evaluated({"data": 4}, ax.Plan(check_vma=True)).evaluate(batch_of(16))
+    np.testing.assert_allclose((found["loss"], found["changes"]), (wanted, metrics["changes"]), rtol=1e-9)
+    alone = ax.Plan(data=ax.Replicate(sync_strategy="no_sync"), fsdp=ax.Shard(stage=1), check_vma=True)
+    with pytest.raises(ValueError, match="replicas along data have other rows: leave out check_vma=True"):
+        evaluated({"data": 2, "fsdp": 2}, alone).evaluate(batch_of(16))
+
+
 def test_a_model_with_adapters_is_accumulated_by_the_mean_over_all_rows():
     adapted = lambda: ax.lora(Layered(nnx.Rngs(0)), rank=2, alpha=2, targets="w.*/kernel")
     found = []
@@ -477,6 +498,23 @@ def test_two_sweeps_take_a_loss_of_all_rows_out_of_microbatches(plan):
         loss_fn, plain(in_batch, 32), 32, plan, sweeps=False, linen=plan == "ddp, accumulate", check_vma="fsdp" in plan
     )
     assert not isinstance(found, str) and found < 1e-9, found
+
+
+def test_two_sweeps_take_complex_results_of_the_model():
+    class Spectrum(Net):
+        def __call__(self, x):
+            return jnp.fft.fft(super().__call__(x))
+
+    def loss(net, b):
+        z = net(b["x"])
+        return jnp.abs(z @ z.conj().T).mean()
+
+    def steps(plan):
+        loss_fn = ax.mixing_rows(loss, two_sweeps=True)
+        trainer = ax.parallelize(Spectrum(nnx.Rngs(0)), mesh_of(data=2), plan).trainer(optax.sgd(0.01), loss_fn)
+        return [trainer.step(batch_of(16))["loss"] for _ in range(2)]
+
+    np.testing.assert_allclose(steps(ax.Plan(accumulate=2)), steps(ax.Plan()), rtol=1e-9)
 
 
 def test_two_sweeps_evaluate_all_rows_and_sweep_once():
@@ -741,6 +779,9 @@ FOLLOWED = {
     "a sum times a number": (lambda x: 2 * x.sum() / 3, [X], [(SUM, SUM)]),
     "a sum and a number": (lambda x: x.sum() + 1, [X], [(SUM, SUM)]),
     "the root of a sum": (lambda x: jnp.sqrt(x.sum()), [X], [(None, None)]),
+    "a sum of bytes as a number": (
+        lambda x: x.astype(jnp.uint8).sum(dtype=jnp.uint8).astype(float), [X], [(None, None)]
+    ),
     "a maximum": (lambda x: x.max(), [X], [(None, None)]),
     "a maximum of features": (lambda x: x.max(2), [X], [X[1]]),
     "sorted rows": (lambda x: jnp.sort(x, 0), [X], [(None, Split(1))]),
@@ -786,6 +827,26 @@ def test_a_part_of_a_reshaped_array_is_the_reshaped_part(seed):
         np.testing.assert_array_equal(
             part(x.reshape(new), to, rank), part(x, place, rank).reshape(local_shape(new, (to,), group))
         )
+
+
+PUT = {
+    "padded": lambda s: jnp.pad(s, 1, constant_values=3.0),
+    "added to": lambda s: s.at[0].add(5.0),
+    "looked up outside": lambda s: jnp.take(s, jnp.array([0, 99]), mode="fill", fill_value=4.0),
+}
+
+
+@pytest.mark.parametrize("how", PUT)
+def test_a_number_that_is_put_into_a_sum_over_ranks_counts_once(how):
+    loss = lambda net, b: (PUT[how](net(b["x"]).sum(0)) ** 2).sum()
+    trainer = ax.parallelize(Net(nnx.Rngs(0)), mesh_of(data=4), ax.Plan()).trainer(optax.sgd(0.1), loss)
+    wanted = loss(Net(nnx.Rngs(0)), batch_of(16))
+    np.testing.assert_allclose(trainer.evaluate(batch_of(16))["loss"], wanted, rtol=1e-9)
+
+
+def test_a_lookup_by_rows_and_positions_that_are_both_split_gathers_one_of_them():
+    step = followed(lambda x: x[jnp.arange(32), jnp.arange(32) % 16], ((32, 16, 6), (Split(0), Split(1))))
+    assert step == [(SUM, None)]
 
 
 # Which program runs
@@ -843,6 +904,7 @@ NOT_PLAIN = {
     "decay beside a sum": lambda net, b: (net(b["x"]) ** 2).sum() + 0.1 * (net.w1[...] ** 2).sum(),
     "a count among the metrics": lambda net, b: ((net(b["x"]) ** 2).mean(), {"n": (b["mask"] > 0).sum()}),
     "the row's number": lambda net, b: (net(b["x"])[:, 0] * jnp.arange(b["x"].shape[0])).mean(),
+    "a number put into a sum": lambda net, b: net(b["x"]).sum(0).at[0].add(5.0).sum() / b["x"].shape[0],
 }
 
 

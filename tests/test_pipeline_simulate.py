@@ -237,6 +237,13 @@ def test_a_choice_reads_costs_per_stage():
     assert found.best.makespan == min(times.values())
     split = {str(c): c.makespan for c in choose(2, 4, 2, costs=slow_first, split_overhead=0).candidates}
     assert split["ZERO_BUBBLE in fused rows"] < times["ZERO_BUBBLE in fused rows"]
+    assert {
+        str(c): c.makespan for c in choose(2, 4, 2, costs=slow_first, split_overhead=(4, 1, 1, 1)).candidates
+    } == times
+    with pytest.raises(ValueError, match="times for 2 stages, the pipeline has 4"):
+        choose(2, 4, 2, split_overhead=(1, 1))
+    with pytest.raises(ValueError, match="num_chunks=0 must be a positive whole number"):
+        choose(2, 4, 0)
 
 
 def test_memory_stats_have_three_figures_of_one_unit():

@@ -1,5 +1,6 @@
 """`TensorParallel`: models written by others split by path rules equal themselves on one device; their traffic is counted."""
 
+import re
 import warnings
 
 import jax
@@ -144,6 +145,14 @@ def test_groups_are_told_apart_however_hlo_writes_them():
         assert axes_of(CompiledCollective("all_reduce", False, False, "f32[4]", groups), degrees) == axes
 
 
+def test_a_rule_for_each_of_many_parameters_is_compiled_once(monkeypatch):
+    names, compiled, compile_one = [f"layer_{i}" for i in range(600)], [], re._compile
+    monkeypatch.setattr(re, "_compile", lambda *args: compiled.append(args) or compile_one(*args))
+    rules = Partition(tuple((name, P()) for name in names))
+    assert len(rules.specs(dict.fromkeys(names, jax.ShapeDtypeStruct((4,), float)), {})) == 600
+    assert len(compiled) == 600
+
+
 def test_rules_that_do_not_fit_are_refused_with_every_offender():
     params = Linen().init(jax.random.key(0), X)
     make = lambda rules, mesh=None: ax.TensorParallel(
@@ -164,6 +173,8 @@ def test_rules_that_do_not_fit_are_refused_with_every_offender():
         make([("Dense_1/bias", P("tensor")), (".*", P())], mesh_of(tensor=8))
     with pytest.raises(ValueError, match=r"names the axes \['pipe'\].*'\(' is no regular expression"):
         make([(".*", P("pipe")), ("(", P())])
+    with pytest.raises(ValueError, match="leaves a dim UNCONSTRAINED: name an axis, or None"):
+        make([(".*/kernel", P(P.UNCONSTRAINED, "tensor")), (".*", P())])
     with pytest.raises(ValueError, match="axis 'tensor' or 'expert', and the mesh has"):
         make([(".*", P())], mesh_of(data=2))
     with pytest.raises(ValueError, match=r"the mesh has \{'expert': 2\}, and no rule names expert"):

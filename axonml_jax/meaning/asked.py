@@ -59,13 +59,14 @@ class Asked:
     """A loss with its model, mode, variables, key and batch, and the groups of ranks that split the batch.
 
     Attributes:
-      groups: the ranks among which the batch's rows are split.
-      split: which dims of its leaves.
+      groups: the groups of ranks that split the batch's rows, and its positions.
+      split: the mesh axes that split each dim of a leaf of the batch.
       model, loss_fn, mode: the user's model and loss, and how the model is bound.
       variables, key: as read.
       batch: a rank's rows, or shapes.
       seeing_whole: entered where code sees whole sequences of positions that ranks split.
-      alone: the mesh axes of groups of one rank, which split nothing: arrays are typed as varying over them all the same.
+      alone: mesh axes that split nothing of this loss, of one rank or of ranks with batches of their own: arrays are typed as
+        varying over them all the same.
     """
 
     groups: tuple[Group, ...]
@@ -97,7 +98,7 @@ class Asked:
 
     @property
     def typed_axes(self) -> tuple[str, ...]:
-        """All mesh axes of the batch, over which a rank's arrays are typed as varying, and those of a trace are not."""
+        """The mesh axes over which a rank's arrays are typed as varying, and those of a trace are not."""
         return self.axes + self.alone
 
     @property
@@ -140,7 +141,7 @@ class Asked:
         return jax.tree.map(shape, self.variables), shape(self.key), treedef.unflatten(batch)
 
     def in_halves(self) -> "Asked | None":
-        """The same batch split in two, where ranks of more than two have one row each, which traces otherwise; else None."""
+        """The batch split in two, where more than two ranks have one row each, where code may trace otherwise; else None."""
         if len(self.groups) > 1 or any(group.ranks % 2 or group.ranks == 2 for group in self.groups):
             return None
         halves = tuple(group._replace(ranks=2) for group in self.groups)

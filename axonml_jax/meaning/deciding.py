@@ -45,7 +45,7 @@ def unknown(why: str) -> ValueError:
     """The error for a loss whose program would have to hold the model's own code where that is not possible.
 
     Args:
-      why: as words behind "the loss".
+      why: the reason, in words that follow "the loss".
     """
     return ValueError(
         f"the loss {why}: with microbatches, a `context` axis or tensor layers its value over the global batch cannot be "
@@ -59,11 +59,11 @@ class Decided:
     """The program of a loss that is run by it, and how its values are made in microbatches.
 
     Attributes:
-      whole: it traced at the whole batch's shapes.
+      whole: the loss traced at the whole batch's shapes.
       noted: the calls of the model at a part of the batch, for each group; None where they are not known.
-      division: in microbatches, when its values can be made.
-      failed: why it has no trace at a rank's shapes.
-      sweeps: it takes two sweeps over the microbatches.
+      division: which of its values are made before, in and after microbatches.
+      failed: the error of its trace at a rank's shapes; None: it has such a trace.
+      sweeps: whether it takes two sweeps over the microbatches.
       slope: the one late number that the loss is a function of; None: the loss itself is a sum.
     """
 
@@ -85,13 +85,21 @@ class Decided:
 
 
 def decided(asked: Asked, *, in_layers: bool, trains: bool, inlines: bool) -> Decided | str:
-    """Decides how a loss is run: by a `Decided`, on `ROWS`, or with the model's own code in it, and then why.
+    """Decides how a loss is run.
 
     Args:
       asked: the loss.
       in_layers: the model's layers split their own parameters.
       trains: the loss is refused where nothing that is trained reaches it.
       inlines: all rows are there at once, so that the model's own code can be in the loss's program.
+
+    Returns:
+      A `Decided`: the loss runs by its program. `ROWS`: it runs on each rank's rows alone. Any other text is the reason, in
+      words that follow "the loss", why its program must hold the model's own code.
+
+    Raises:
+      ValueError: with `trains`, for a loss that reads neither the model nor its variables; for a model that draws for rows by a
+        key that all ranks share. What tracing the loss raises is raised too.
     """
     local, failed = None, None
     try:
@@ -114,7 +122,7 @@ def decided(asked: Asked, *, in_layers: bool, trains: bool, inlines: bool) -> De
 def _by_whole(
     asked: Asked, local: Traced | None, failed: Exception | None, *, in_layers: bool, trains: bool
 ) -> Decided | str:
-    """The same by the trace at the whole batch's shapes, beside the one at a rank's where there is one."""
+    """Decides (see `decided`) by the trace at the whole batch's shapes, and the one at a rank's where there is one."""
     try:
         whole = asked.traced(())
     except Transformed as error:
@@ -139,7 +147,7 @@ def _by_whole(
 
 
 def _mixes(asked: Asked, local: Traced, inlines: bool) -> bool:
-    """Whether the model's own code mixes rows and can be in the loss's program, which means the whole batch's; else warns."""
+    """Whether the model's own code mixes rows and can be in the loss's program; warns where it mixes them and cannot."""
     found = mixing_inside(asked, local)
     if found and not (inlines and not _has_positions(asked)):
         warn(
@@ -275,7 +283,7 @@ def _noted(asked: Asked, whole: Traced, number: int) -> list[Call] | None:
         return calls_alone(asked, whole, number)
 
 
-# Draws for a rank's rows by a key that all ranks have alike: the model's own keys are another on every shard.
+# Draws for a rank's rows by a key that is the same on all ranks; the model's own keys differ from shard to shard.
 
 
 def _refuse_same_draws(whole: Traced, local: Traced) -> None:
@@ -326,8 +334,8 @@ def refuse_draws(asked: Asked, found: Decided | str) -> None:
     """Refuse a loss whose draws, under keys of rows, are not known to be its rows of the whole batch's draw.
 
     Args:
-      asked: what is asked; with a key of rows, else nothing is refused.
-      found: how it is run.
+      asked: the loss; without a key of rows nothing is refused.
+      found: how it is run (see `decided`).
 
     Raises:
       ValueError: naming the draw, the user's line and the remedy.

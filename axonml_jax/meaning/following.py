@@ -18,7 +18,7 @@ class Following:
 
     Attributes:
       groups: the groups of ranks.
-      calls: `calls.places(number, given)`: of the results of a call of the model.
+      calls: `calls.places(number)` gives the places of the results of the model's call with this number.
     """
 
     def __init__(self, groups: Sequence[Group], calls: Any = None):
@@ -131,8 +131,8 @@ class Watching(Following):
     """Follows places, and notes whether anything must be sent between ranks.
 
     Attributes:
-      watched: among which groups' ranks, the first so many; None: of all groups.
-      moved: whether there is something.
+      watched: how many groups, from the first on, are watched; None: all.
+      moved: whether something was sent among the ranks of a watched group.
     """
 
     watched: int | None = None
@@ -165,7 +165,7 @@ class Watching(Following):
 
 
 def moves(old: Places, new: Places) -> bool:
-    """Whether something is sent for a value to change its places; a value that is whole everywhere is there."""
+    """Whether something is sent for a value to change its places; a whole value is on every rank already."""
     return any(a != b and (a == SUM or isinstance(a, Split)) for a, b in zip(old, new, strict=True))
 
 

@@ -30,7 +30,7 @@ class Interpreter:
 
     Attributes:
       ranks: the groups of ranks, and their collectives.
-      following: what is known of places without arrays.
+      following: infers the places of values from shapes alone (`following.py`).
       call: runs the model on this rank's operands in the place of a call of it (`model_call.py`).
     """
 
@@ -46,8 +46,9 @@ class Interpreter:
         Args:
           program: the program.
           given: its inputs.
-          known: values, by number, that are there already in the place of those that it would make.
-          wanted: numbers that are returned in the place of its results, for which only what they need is run.
+          known: values by number; the equations that would make them are not run.
+          wanted: numbers to return instead of the program's results, of which only the equations that they need are run; None:
+            the results.
         """
         known = known or {}
         env = {number: self.ranks.known(constant) for number, constant in program.constants.items()}
@@ -207,7 +208,7 @@ def at_places(run: Interpreter, program: Program, given: Sequence[Places], made:
       run: the interpreter.
       program: the program.
       given: the places of its inputs.
-      made: of its results; None: as they come.
+      made: the places in which its results are returned; None: those in which they come out.
     """
 
     def call(*arrays: Any) -> list[jax.Array]:
@@ -359,7 +360,7 @@ def no_tangent(aval: Any) -> np.ndarray:
 def forward_derivative(op: Any, *, typed: bool = False) -> Program:
     """The program of a call's results and tangents, from its operands and the tangents of the floating ones.
 
-    `typed`: of operands that lie as they did where it was traced.
+    `typed`: operands keep the shardings with which the call was traced.
     """
     floats, avals = floats_of(op.given), op.given
 

@@ -29,9 +29,9 @@ class Microbatch:
       rows: its rows, as the batch.
       known: the whole values of what depends on the batch alone, in the order of the plan's.
       number: which it is.
-      plan: how the loss is run.
+      plan: how the loss is run (`deciding.Decided`).
       count: how many each rank has.
-      swept: what a first sweep over all of them left (`two_sweeps.py`); None: the loss needs none, or it is at work.
+      swept: the results of a first sweep over all of them (`two_sweeps.Swept`); None: before it, or the loss takes one sweep.
     """
 
     rows: PyTree
@@ -47,9 +47,9 @@ class MicroRanks(Ranks):
 
     Args:
       groups: the ranks times the microbatches of each; then, where positions are split, the ranks among which they are.
-      count: the microbatches of each.
-      number: which is at work.
-      alone: the mesh axes of groups of one rank.
+      count: the microbatches of each rank.
+      number: the number of the microbatch that is being run.
+      alone: other mesh axes over which arrays are typed as varying (see `Ranks.typed`).
     """
 
     def __init__(self, groups: Sequence[Group], count: int, number: jax.Array, alone: tuple[str, ...] = ()):

@@ -30,7 +30,7 @@ def mixing_inside(asked: Asked, local: Traced) -> list[str]:
 
     Args:
       asked: the loss; a model whose BatchNorm keeps to a rank's rows mixes them as it is meant to.
-      local: it traced at a rank's shapes.
+      local: the loss traced at a rank's shapes.
     """
     numbers = [k for k, group in enumerate(asked.groups) if not group.positions]
     if not numbers or not asked.mode.batch_norm_axes:
@@ -49,7 +49,7 @@ class _Mixing(Following):
         self.axes, self.noted, self.inside, self.found = frozenset(asked.typed_axes), local.noted, False, []
 
     def equation(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
-        """As ever; what ranks have joined is the same for all."""
+        """The places of an equation's results; those of a collective over the batch's axes are whole."""
         if equation.name == MODEL_CALL:
             return self._of_model(equation, given)
         if self.axes.intersection(equation.op.mesh_axes) and rule_of(equation.name).sends is not None:

@@ -95,9 +95,8 @@ class Calls:
     """Notes the calls of the model in one trace, in the place of making them.
 
     Attributes:
-      model, mode: as the model is bound.
-      variables, key: on which.
-      axes: the mesh axes that split the batch.
+      model, mode, variables, key: the model, and how and to what it is bound.
+      axes: the mesh axes over which a rank's arrays are typed as varying.
       noted: the calls, in order.
     """
 
@@ -248,7 +247,7 @@ class Hidden:
     """Stands for an object with hidden arrays while a loss is traced; reading arrays of it is refused.
 
     Args:
-      given: the object, as whose kind it goes.
+      given: the object; `isinstance` sees its class.
       words: the words of the refusal.
     """
 
@@ -406,9 +405,9 @@ class RealCalls:
     """Makes the noted calls, in order, on a bound model.
 
     Attributes:
-      bound: it.
+      bound: the bound model.
       whole: the calls as noted at the whole batch's shape.
-      local: for each group as noted at a part of it; None where these cannot be had, or are others.
+      local: for each group the same calls as noted at its part of the batch; None where some are unknown or differ.
       groups: the ranks among which rows, and positions, are split.
     """
 
@@ -530,6 +529,7 @@ def _alike(whole: Sequence[Call], local: Sequence[Call]) -> bool:
 def no_mean(aval: Any) -> jax.Array:
     """Refuse to read an array that has neither rows nor a mean."""
     raise ValueError(
-        f"the model returned an array of shape {aval.shape} and dtype {aval.dtype} without a batch dim, and the loss reads it: "
+        f"the model returned an array of shape {aval.shape} and dtype {aval.dtype} without a batch dim, or one of positions "
+        "where these are split, and the loss reads it: "
         "it may differ from rank to rank and has no mean. Return it with a dim of rows, or let the loss compute it from rows"
     )

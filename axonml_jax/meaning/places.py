@@ -79,8 +79,8 @@ def reshaped(place: Split, old: Sequence[int], new: Sequence[int], ranks: int, *
 
     `whole`: what is split must stay in one piece, as positions that ranks hold in an order of their own.
 
-    Behind each other in memory, the parts are the middle of [before, ranks, rest]: the new shape must have a dim that begins
-    at or around `before` and divides there.
+    In memory the array is [before, ranks, rest]. The new dim in which `before` ends must be [outer, ranks, n] by itself, such
+    that `before` is `outer` times the new dims in front of it.
 
     >>> reshaped(Split(0), (32, 8, 5), (256, 5), 8), reshaped(Split(1), (32, 8, 5), (256, 5), 4)
     (Split(dim=0, outer=1), Split(dim=0, outer=32))
@@ -111,6 +111,10 @@ class Step(NamedTuple):
     act: str = ""
 
 
+JOINT = ("extreme", "logical", "product")
+"""The acts that several groups may do together."""
+
+
 def settled_sums(places: Sequence[Place]) -> list[Place]:
     """The places with every sum completed."""
     return [None if place == SUM else place for place in places]
@@ -138,7 +142,8 @@ def step_of(op: Operation, given: Sequence[Places], groups: Sequence[Group]) -> 
         step = _of_group(op, places, group.ranks) if any(places) else None
         if step is not None and group.order != "contiguous" and _breaks_order(op, step, places, group.ranks):
             step = None
-        if step is not None and step.act and any(other.act and other.act != step.act for other in found):
+        acts = {other.act for other in found if other.act}
+        if step is not None and step.act and acts and (acts != {step.act} or step.act not in JOINT):
             step = None
         found.append(step if step is not None else whole(op))
     return found
@@ -211,9 +216,10 @@ def _linear(op: Operation, places: Sequence[Place]) -> Step | None:
 
 
 def _keeps_sums(old, new) -> bool:
-    """Whether a cast of each part is a part of the cast sum, but for rounding."""
+    """Whether a cast of each part is a part of the cast sum, but for rounding; sums of integers of 8 or 16 bits may wrap."""
     inexact = lambda dtype: jnp.issubdtype(dtype, jnp.inexact)
-    return jnp.bool_ not in (old, new) and (inexact(new) or not inexact(old))
+    wraps = not inexact(old) and old.itemsize < 4 and (inexact(new) or new.itemsize > old.itemsize)
+    return jnp.bool_ not in (old, new) and not wraps and (inexact(new) or not inexact(old))
 
 
 def _beside_ranks(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
@@ -237,14 +243,18 @@ def _beside_ranks(op: Operation, places: Sequence[Place], ranks: int) -> Step | 
 
 
 def _placed(linear: bool) -> Rule:
-    """The rule of operations that move dims as `program/program.py` says; `linear` ones take partial sums too."""
+    """The rule of operations that move dims as `program/program.py` says; `linear` ones take partial sums too.
+
+    Beside a sum one rank alone pads with the value, and all others with zeros.
+    """
 
     def rule(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
         data = _data(op)
         if SUM in places:
             others = any(isinstance(place, Split) for place in places)
             if linear and not others and not any(places[k] for k in range(len(places)) if k not in data):
-                return Step(tuple(SUM if k in data else None for k in range(len(places))), (SUM,) * len(op.made))
+                summed = (*data, 1) if op.name == "pad" else data
+                return Step(tuple(SUM if k in summed else None for k in range(len(places))), (SUM,) * len(op.made))
             places = settled_sums(places)
         splits = [k for k in data if isinstance(places[k], Split)]
         if not splits:
@@ -364,12 +374,18 @@ def _convolution(op: Operation, places: Sequence[Place], ranks: int) -> Step | N
 
 def _lookup(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
     table, index = places
-    if table == SUM and index is None:
+    if table == SUM and index is None and not _fills(op):
         return Step((SUM, None), (SUM,))
     table, index = settled_sums(places)
     if isinstance(table, Split):
         return _in_split_table(op, table, index)
     return _by_split_indices(op, index) if isinstance(index, Split) else None
+
+
+def _fills(op: Operation) -> bool:
+    """Whether a lookup outside of the table gives a number, of which a sum over ranks would be another one."""
+    number = op.options["fill_value"] is not None or not jnp.issubdtype(op.made[0].dtype, jnp.inexact)
+    return number and "FILL" in str(op.options["mode"]).upper()
 
 
 def _batch_dims(op: Operation) -> list[int]:
@@ -423,7 +439,7 @@ def _added(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
     if isinstance(updates, Split) and updates.dim in scattered:
         place = updates._replace(dim=scattered.index(updates.dim))
         return None if place.dim in numbers.scatter_indices_batching_dims else Step((SUM, place, updates), (SUM,))
-    return Step((SUM, None, None), (SUM,)) if table == SUM else None
+    return Step((SUM, None, SUM), (SUM,)) if table == SUM else None
 
 
 def _into_split(op: Operation, table: Split, numbers: Any, scattered: Sequence[int]) -> Step | None:

@@ -30,7 +30,7 @@ class Known:
     Attributes:
       places: as in `places.py`: of a whole one the ranks' are equal, or their parts of what is spread evenly.
       factor: what a sum is multiplied by.
-      literal: the numbers, whole and a rank's, of one that was written into the programs.
+      literal: of a constant that differs between both programs, its number in the whole batch's and in a rank's; None: no such.
     """
 
     places: Places

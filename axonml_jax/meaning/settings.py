@@ -27,7 +27,7 @@ class Attribute:
     Attributes:
       path: the path of the module.
       name: the name of the attribute, which the module had before.
-      value: it.
+      value: the value that it has now.
     """
 
     path: Path
@@ -44,8 +44,8 @@ class Changed:
     """The attributes of modules that have changed.
 
     Attributes:
-      settings: attributes that were settings and are.
-      others: all others: module and name.
+      settings: changed attributes that were settings before and still are.
+      others: all other changed attributes: the module's path, and the attribute's name.
     """
 
     settings: tuple[Attribute, ...]
@@ -66,11 +66,11 @@ class Settings:
         self._contents = [(x, names, _held(x, names)) for x, names in found]
 
     def changed(self, *, variables: bool = True, also: Container[tuple[Path, str]] = ()) -> Changed:
-        """The attributes that have been set since.
+        """Returns the attributes that have been set since this object was made.
 
         Args:
-          variables: without, those that are in another's place are left out.
-          also: settings that are named though they are as before.
+          variables: False leaves out attributes that hold another `nnx.Variable` now.
+          also: settings, by module path and name, that are returned although they are as before.
         """
         settings, others = [], []
         for path, now, before in self._known:
@@ -94,7 +94,8 @@ class Settings:
 def having(bound: Any, attributes: Sequence[Attribute]) -> Iterator[None]:
     """Context in which a bound model has these attributes; afterwards it has its own again.
 
-    They are set behind NNX's back, which allows that only where the model was bound: code of a loop is traced elsewhere.
+    They are written to the modules' `__dict__`: NNX refuses `setattr` in another trace than the one where the model was bound,
+    as in the body of a loop.
     """
     places = [(vars(module_at(bound, each.path)), each.name) for each in attributes]
     old = [own[name] for own, name in places]

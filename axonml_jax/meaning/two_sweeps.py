@@ -91,7 +91,7 @@ def of_all_rows(
 
     Args:
       program: the loss at the whole batch's shape.
-      loss_of: from the program's results.
+      loss_of: makes the `Loss` of the program's results.
       values: its inputs, of all this rank's rows.
       read: the inputs that are differentiated by, by their place among the values.
       results: the results of the model's calls, [count, ...] each.
@@ -148,7 +148,7 @@ def second(swept: Swept, number: jax.Array, results: Sequence[jax.Array], beside
 
 def _times(gradient: jax.Array, x: jax.Array) -> jax.Array:
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    return jnp.sum(gradient.astype(wide) * x.astype(wide))
+    return jnp.sum((gradient.astype(wide) * x.astype(wide)).real)
 
 
 def first_only(
@@ -159,7 +159,7 @@ def first_only(
     Args:
       loss: what this rank adds.
       number: which microbatch it is.
-      one: what it adds to the number one.
+      one: what this rank and microbatch adds to a weight that sums to one.
       loss_name, weight_name: the names of the loss's total and its weight.
     """
     kept = jax.tree.map(lambda x: jnp.where(number == 0, x, jnp.zeros_like(x)), loss)

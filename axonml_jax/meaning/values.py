@@ -20,6 +20,7 @@ from axonml_jax.collectives.collectives import all_gather, all_reduce
 from axonml_jax.collectives.primitives import (
     ReduceOp,
     axis_index,
+    axis_size,
     max_over,
     min_over,
     sum_over,
@@ -35,14 +36,13 @@ from axonml_jax.sharding.layout import RankOrder, sequence_order
 class Value:
     """A value of the whole batch's program, as this rank holds it.
 
-    A whole one is made when it is read, and only as much of it as is read: a mask or an identity of which a rank needs its rows
-    is never whole.
+    A whole value is made when it is read, and only the part that is read: of a mask or an identity a rank makes its rows alone.
 
     Attributes:
-      shape: the whole value's.
+      shape: the shape of the whole value.
       dtype: its dtype.
       places: how each group holds it.
-      make: `make(places)`: this rank's part of a whole one, held so; of all others only `make(self.places)`.
+      make: `make(places)` makes this rank's part of a whole value in any places; of another value in `self.places` only.
       zero: it is known to be zeros.
     """
 
@@ -65,7 +65,7 @@ class Value:
         return self.at(self.places)
 
     def at(self, places: Places) -> jax.Array:
-        """This rank's part of a whole value, made once."""
+        """Returns this rank's part of a whole value in these places, made once for each."""
         if places not in self._made:
             self._made[places] = self.make(places)
         return self._made[places]
@@ -76,9 +76,9 @@ class Gathered:
     """A gather of rows (or positions) that an operation mixes.
 
     Attributes:
-      bytes: what a rank receives.
-      operation: the primitive.
-      line: the user's.
+      bytes: bytes that a rank receives in one step.
+      operation: the name of the primitive.
+      line: the user's source line; "" where it is not known.
     """
 
     bytes: int
@@ -90,13 +90,14 @@ class Ranks:
     """The groups of ranks that split a batch, and the collectives that change a value's places.
 
     Attributes:
-      groups: of which each splits one thing.
-      axes: all their mesh axes.
+      groups: the groups of ranks, each of which splits the rows or the positions.
+      axes: the mesh axes of all groups.
       gathered: the gathers so far.
       most_gathered: how many bytes they may have together; None: any number.
-      typed: the mesh axes over which arrays are typed as varying: all, and those of groups of one rank, which split nothing.
-      at: the operation and the line that are being run.
-      times: how often, where it is in a loop.
+      typed: the mesh axes over which arrays are typed as varying: `axes`, and axes that split nothing of this loss, which have
+        one rank or ranks with batches of their own.
+      at: the operation that is being run, and the user's line.
+      times: how often that operation runs in a step, by the lengths of the scans around it.
     """
 
     def __init__(self, groups: Sequence[Group], most_gathered: int | None = None, alone: tuple[str, ...] = ()):
@@ -161,7 +162,10 @@ class Ranks:
     # Changing places
 
     def settled(self, value: Value, places: Places) -> jax.Array:
-        """This rank's part of a value in other places: sums are completed, split dims gathered, whole dims cut."""
+        """Returns this rank's part of a value in other places: sums are completed, split dims gathered, whole dims cut.
+
+        A whole value as a sum is itself on the group's first rank, and zeros on all others.
+        """
         value = self._completed(value, places)
         for number, place in enumerate(places):
             if isinstance(value.places[number], Split) and value.places[number] != place:
@@ -227,7 +231,7 @@ class Ranks:
         return joined if outer == 1 else joined.reshape(*shape[: dim - 1], outer * size * group.ranks, *shape[dim:])
 
     def note(self, size: int) -> None:
-        """Records a gather, and refuses it where gathers are too many bytes.
+        """Records a gather of `size` bytes in a trip, and refuses it where all together are more than `most_gathered`.
 
         Raises:
           ValueError: naming the operation, the line, the sizes and the remedies.
@@ -240,7 +244,7 @@ class Ranks:
     # Other things that rules need
 
     def rows_as_sum(self, value: Value) -> jax.Array:
-        """This rank's summand of a value: as `settled` to sums, but for split dims its part among zeros."""
+        """Returns this rank's summand of a value, of the whole shape: along split dims its own part among zeros."""
         zeros = [isinstance(place, Split) for place in value.places]
         if not any(zeros):
             return self.settled(value, (SUM,) * len(self.groups))
@@ -263,10 +267,21 @@ class Ranks:
         return filled.reshape(*shape[:dim], shape[dim] * group.ranks, *shape[dim + 1 :])
 
     def unvaried(self, array: jax.Array) -> jax.Array:
-        """Types a whole array as the same on every rank, for a program that was traced without varying types."""
+        """Types a whole array as the same on every rank, for a program that was traced without varying types.
+
+        Raises:
+          ValueError: where ranks train models of their own, so that their arrays differ.
+        """
         if not self.axes:
             return array
-        return sum_over(jnp.where(axis_index(self.axes) == 0, array, 0), self.typed if self.checked else self.axes)
+        if self.checked and (apart := [axis for axis in self.typed if axis not in self.axes and axis_size(axis) > 1]):
+            name, line = self.at
+            raise ValueError(
+                f"check_vma=True: {name} ({line or 'no line known'}) runs a function of its own on all rows of a replica, and "
+                f"replicas along {', '.join(apart)} have other rows: leave out check_vma=True (the result is the same)"
+            )
+        axes = self.typed if self.checked else self.axes
+        return sum_over(jnp.where(axis_index(self.axes) == 0, array, 0), axes).astype(array.dtype)
 
     def local(self, shape: Sequence[int], places: Places) -> tuple[int, ...]:
         """The shape of this rank's part of a value."""
@@ -392,6 +407,3 @@ ACTS: Mapping[str, Act] = {
     "lookup": _lookup,
 }
 """The function of each `Step.act`."""
-
-JOINT = ("extreme", "logical", "product")
-"""The acts that several groups may do together."""

@@ -54,7 +54,7 @@ def mixing_rows(loss_fn: LossFn, *, most_bytes: int | None = None, two_sweeps: b
       two_sweeps: in microbatches (`accumulate`, pipelines) a loss that is no function of sums over rows, such as a contrastive
         one, is refused without it. With it the model runs once more: a first sweep keeps what its calls return in all
         microbatches, the loss is taken of all rows, and a second sweep hands each microbatch the gradients of its results
-        (GradCache, Gao et al. 2021). It costs one more forward, and memory for these results. Losses that need none take none.
+        (GradCache, Gao et al. 2021). It costs one more forward, and memory for these results; a loss of sums takes one sweep.
 
     Raises:
       ValueError: for a number that is none or negative, or a `two_sweeps` that is no bool.
@@ -76,9 +76,9 @@ class WholeBatch:
 
     Attributes:
       group: the ranks among which the batch's rows are split.
-      split: which dims of its leaves.
+      split: the mesh axes that split each dim of a leaf of the batch.
       most_gathered: how many bytes a rank may receive of rows that operations mix; None: any number.
-      two_sweeps: microbatches may be gone over twice.
+      two_sweeps: whether a loss may take two sweeps over microbatches.
       in_layers: the model's layers split their own parameters: its code is not followed, only called.
       positions: the ranks among which positions are split, or None.
       seeing_whole: entered where the loss's code sees whole sequences.
@@ -111,7 +111,7 @@ class WholeBatch:
 
         Args:
           model, loss_fn, mode: the user's model and loss, and how the model is bound.
-          variables, key: as read.
+          variables, key: the model's variables as a rank reads them, and its random key.
           batch: this rank's rows, or a `Microbatch`.
           on_rows: the loss of some rows alone, whose mean is the loss where that is proven, or where the loss has collectives
             of its own.
@@ -201,7 +201,7 @@ class WholeBatch:
           batches: the same as microbatches, stacked.
 
         Returns:
-          `batches`, where the loss is a plain mean, or its own collectives make it that of some rows.
+          A `Microbatch` of stacked leaves; or `batches` itself, where the loss of each microbatch's rows alone is right.
 
         Raises:
           ValueError: where the loss needs more than sums of what depends on the model, naming the operation and the line.

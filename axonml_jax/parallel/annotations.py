@@ -33,7 +33,7 @@ class Written:
       names: for each dim a name, several or None; empty where nothing is written.
       where: "metadata", "array", "Partitioned" or "LogicallyPartitioned".
       rules: what its logical names mean, in order; of two rules for one name the first whose axes are free holds.
-      state: names of the optimizer's state alone.
+      state: the same as `names` for the optimizer's state (`optimizer_sharding`).
     """
 
     shape: tuple[int, ...]
@@ -50,10 +50,18 @@ def written(model: Any, params: PyTree | None, names: Sequence[str]) -> dict[str
       model: an NNX module, a function without arguments that makes one, or a Linen module.
       params: a Linen module's variables as `init` returned them, in their boxes, or a function that makes them.
       names: the mesh's axes as its maker calls them: an array that lies split over these says so itself.
+
+    Raises:
+      ValueError: for a Linen module without `params`.
     """
     if isinstance(model, ModelAround):
         return written(model.model, params, names)
     if isinstance(model, linen.Module):
+        if params is None:
+            raise ValueError(
+                "a Linen module's annotations are in the boxes of its variables: give params=, what module.init returned, or a "
+                "function that calls it (params=lambda: module.init(key, example))"
+            )
         tree = jax.eval_shape(params) if callable(params) else params
         inner = tree.get("params", tree) if isinstance(tree, Mapping) else {}
         leaves = jax.tree.leaves_with_path(inner, is_leaf=lambda x: isinstance(x, linen.meta.AxisMetadata))

@@ -45,12 +45,22 @@ if TYPE_CHECKING:
     from axonml_jax.pipeline.pack import Assignment, Staging
 
 # --------------------------------------------------------------------------------------------------
-# What of a plan fits a mesh: axes that would do the same work are refused.
+# Whether a plan fits a mesh: axes along which all ranks would do the same work, and options that do not go together.
 # --------------------------------------------------------------------------------------------------
 
 
 def check_axes(plan: Plan, degrees: Mapping[str, int], in_layers: Mapping[str, PartitionSpec]) -> None:
-    """Refuse axes along which all ranks would do the same work."""
+    """Refuses a plan that does not fit a mesh.
+
+    Args:
+      plan: the plan.
+      degrees: size of every mesh axis.
+      in_layers: how the model's own layers split parameters, by path.
+
+    Raises:
+      ValueError: for axes of several ranks without a strategy, along which all ranks would do the same work; a pipeline without
+        an axis for its stages; strategies and options that do not go together on this mesh.
+    """
     used = {axis for spec in in_layers.values() for entry in spec for axis in as_axes(entry or ())}
     known = [name for axis in plan.strategies for name in as_axes(axis) if name not in LAYER_AXES or name in used]
     known += [STAGES] * (plan.pipe is not None)
@@ -255,9 +265,9 @@ class Placement:
       plan: the plan, with every default decided.
       degrees: size of every mesh axis.
       params, frozen: a `Layout` for every leaf.
-      stages: where leaves live along a pipeline; what rests is then what its stores say. None: there is no pipeline.
+      stages: the stages of leaves along a pipeline, and the buffers in which they rest then. None: there is no pipeline.
       automatic: the axes that a step leaves to XLA's partitioner.
-      at_rest: with such axes, where leaves rest; here they look whole along them.
+      at_rest: with such axes, the placement in which leaves rest; in this one they look whole along these axes.
       agreed: where ranks train their own parameters for a round (`in_round`), the placement of what they agree on.
       splits_rows: False gives every batch shard all rows.
     """
@@ -509,8 +519,8 @@ def wire_itemsize(placement: Placement, layout: Layout) -> int:
 # --------------------------------------------------------------------------------------------------
 # Which sums a rank's gradients lack (`Partial`).
 #
-# Who differentiates says that all are lacking, and `Placement.reduced` alone that one is made. Where autodiff or buffers
-# have to carry arrays, they are taken in front as what they are, and are parts again behind.
+# Where code differentiates, gradients lack all sums (`parts_of`); `Placement.reduced` alone makes one of them. Where
+# autodiff or buffers carry plain arrays, a `Partial`'s array is taken out before (`taken`), and made a `Partial` again after.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -772,7 +782,7 @@ def _joined(layout: Layout, other: Layout) -> Layout:
 
 
 # --------------------------------------------------------------------------------------------------
-# Binding a plan to a mesh and a model: every default decided, a layout for every parameter, and what cannot be refused.
+# Binding a plan to a mesh and a model: every default decided, a layout for every parameter, what cannot run refused.
 # --------------------------------------------------------------------------------------------------
 
 

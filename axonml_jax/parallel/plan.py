@@ -120,7 +120,7 @@ class Partition:
 
     @property
     def axes(self) -> frozenset[str]:
-        """The axes that the rules name, all of which a step leaves to the partitioner; `tensor` where they name none."""
+        """The axes left to the partitioner: `tensor` and `expert` where the rules name them; `tensor` if they name neither."""
         return self.named.intersection(PARTITIONED) or frozenset(PARTITIONED[:1])
 
     @property
@@ -145,7 +145,8 @@ class Partition:
         """
         added = {name for _, adapter in self.adapters for name in adapter.added}
         leaves = {name: leaf for name, leaf in named_leaves(variables).items() if name not in added}
-        chosen = {name: next((rule for rule in self.rules if re.fullmatch(rule[0], name)), None) for name in leaves}
+        rules = [(re.compile(rule[0]), rule) for rule in self.rules]  # once: `re` forgets some of more than 512
+        chosen = {name: next((rule for each, rule in rules if each.fullmatch(name)), None) for name in leaves}
         problems = [
             f"  {name} {tuple(leaves[name].shape)}: no rule matches it" for name, r in chosen.items() if r is None
         ]
@@ -178,7 +179,7 @@ class Partition:
 
 
 def _in_our_names(rule: Any, names: Mapping[str, str]) -> Any:
-    if len(rule) != 2 or not isinstance(rule[1], PartitionSpec):
+    if len(rule) != 2 or not isinstance(rule[1], PartitionSpec) or PartitionSpec.UNCONSTRAINED in rule[1]:
         return rule
     ours = lambda entry: entry if entry is None else tuple(names.get(axis, axis) for axis in as_axes(entry))
     return rule[0], PartitionSpec(*(own[0] if len(own := ours(entry) or ()) == 1 else own or None for entry in rule[1]))
@@ -187,6 +188,8 @@ def _in_our_names(rule: Any, names: Mapping[str, str]) -> Any:
 def _wrong(rule: Any) -> str | None:
     if len(rule) != 2 or not isinstance(rule[0], str) or not isinstance(rule[1], PartitionSpec):
         return f"{rule!r} is no such pair"
+    if PartitionSpec.UNCONSTRAINED in rule[1]:
+        return f"{rule[0]!r} leaves a dim UNCONSTRAINED: name an axis, or None for a dim that is not split"
     try:
         re.compile(rule[0])
     except re.error as error:
@@ -359,13 +362,14 @@ def _chosen(value: Any) -> Iterator[tuple[str, Any]]:
 # --------------------------------------------------------------------------------------------------
 
 Remat = Literal["full", "selective"] | Sequence[str] | Callable[..., Any] | Mapping[str, Any] | Any | None
-"""What the backward recomputes: nothing (in scans and pipelines, where it lies apart from its forward, what is elementwise);
-all of a unit from its inputs; or all but the results of weight multiplications, which are most of the work and a small part
-of the memory (Korthikanti et al. 2022). Values in host memory are named behind "host:"."""
+"""What the backward recomputes. None: nothing (in scans and pipelines, where it lies apart from its forward, what is
+elementwise). "full": all of a unit from its inputs. "selective": all but the results of weight multiplications, which are most
+of the work and a small part of the memory (Korthikanti et al. 2022). Regular expressions: all but the values that they find, of
+which those behind "host:" are kept in host memory. A policy of `jax.checkpoint_policies`, or what each unit keeps."""
 
 Kernels = Literal["auto", "xla", "interpret"]
-"""How norms, GELU and cross entropy of the library's layers are computed: by kernels on GPUs where they apply; never so; or by
-the kernels on any platform, run slowly by plain operations, to try them (`layers/fused.py`)."""
+"""How norms, GELU and cross entropy of the library's layers are computed. "auto": by kernels on GPUs where they apply; "xla":
+never by kernels; "interpret": by kernels on any platform, run slowly by plain operations, to try them (`layers/fused.py`)."""
 
 
 Memory = str | float | int | None
@@ -554,7 +558,8 @@ class Plan:
           **options: of `Plan`; a strategy that is given holds.
 
         Raises:
-          ValueError: naming every name without a rule or an axis, and all else that does not fit the mesh.
+          ValueError: naming every name without a rule or an axis, and all else that does not fit the mesh; and for a Linen
+            module without `params`.
         """
         from axonml_jax.parallel.annotations import Annotations
 
@@ -699,7 +704,7 @@ class Plan:
         return {axis: own for axis, each in self.strategies.items() if (own := each.having(LocalRounds)) is not None}
 
     def within_round(self) -> "Plan":
-        """The plan of a step within such a round; itself without rounds."""
+        """The plan of a step within a round (see `LocalRounds`); the plan itself where it has no rounds."""
         return self._changed(LocalRounds, lambda axis, own: own.within_round()) if self.rounds else self
 
     def reducing(self) -> "Plan":

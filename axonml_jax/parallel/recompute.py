@@ -56,7 +56,7 @@ class UnitChoice:
       flops: floating-point operations of products that are done twice, in all trips.
       seconds: time of what is done twice, in all trips.
       host: labels of values that are kept in the host's memory, and brought back a trip ahead.
-      away: bytes of these, in all trips.
+      away: bytes that are kept in the host's memory, in all trips.
     """
 
     name: str
@@ -76,8 +76,8 @@ class Recompute:
 
     Attributes:
       units: the units, in the order of the forward.
-      live: bytes that are predicted to be live at the fullest moment of the backward, beside what rests; None: nobody asked.
-      pieces: what there was to choose from; empty: nobody chose.
+      live: bytes that are predicted to be live at the fullest moment of the backward, beside what rests; None: not predicted.
+      pieces: the units with all that they could keep, of which this was chosen; empty: it was given.
 
     >>> print(Recompute((UnitChoice("blocks/0", ("mlp/up/kernel",), ("mlp/down/kernel",), 1, 2048, 64, 1e-6),)))
     unit      kept           again              bytes  FLOPs  seconds
@@ -239,12 +239,12 @@ class Unit:
     Attributes:
       name: the path of its module.
       labels: the labels of the values that it may keep, or send to the host.
-      given: bytes of one trip's, by label, of what it is given and may send.
+      given: bytes in one trip, by label, of values that a loop carries, which it may send to the host.
       kind: equal for units that are alike.
       work: for `graph_of`: what one trip does, what it is given, and what of it has a gradient.
       trips: how many times it runs.
-      plain: whether keeping whatever the backward reads is to be had.
-      entering: bytes of what it is given, and nothing before it was.
+      plain: whether it may keep whatever the backward reads: False in loops and pipelines.
+      entering: bytes of its inputs that no unit before it has, and of what a loop carries in all trips.
       grads: bytes of gradients that stay when its backward is over.
       stage, slots: those of its `Piece`.
     """
@@ -302,7 +302,7 @@ class WithinBytes:
       rates: the rates of the device.
       fronts: the fronts of kinds of units, shared with other choosers: looked up, and added to.
       host: bytes that may be in the host's memory; a loop takes its part of them.
-      as_one: whether stages that repeat nothing are one piece, of which what is elementwise is made again at once.
+      as_one: whether the stages of a pipeline, if none repeats more than it must, keep what they keep without recomputation.
 
     Attributes:
       found: what was chosen; None before it was asked.
@@ -476,7 +476,7 @@ def _common(paths: Sequence[str]) -> str:
 def _labels(body: Any, paths: Mapping[int, str], carried: Sequence[int]) -> dict[int, str]:
     """Labels every value that may be kept: a product's by the path of its weight, others by their operation.
 
-    What trips hand on, with a gradient, has one too, if the work reads it: it may go to the host.
+    Values that a loop carries, with a gradient, and that its work reads are labelled too (`INPUT`): they may go to the host.
     """
     made_of = dict(paths)
     for each in body.prelude.equations:

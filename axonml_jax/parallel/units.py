@@ -72,7 +72,7 @@ def overlapped(
       read: the parameters as read, where they were gathered before; None: each bucket is gathered at its first use.
       args: the loss's other arguments.
       axes: synchronize over these only; None: all.
-      feedback: differentiated for `accumulated`, the result gives what sums leave out; None: nothing.
+      feedback: makes the gradient by `accumulated` what the sums leave out (`Feedback.left_out`); None: it has none.
 
     Returns:
       `hooked(carriers, accumulated, *args) -> (scalar, aux)`: differentiated for `carriers`, trees like the resting
@@ -258,7 +258,7 @@ class Body:
         Args:
           saved: what the forward left.
           weights: the weights, read again.
-          again: the inputs that the forward was told would be there again.
+          again: the inputs that the forward left out of the residuals, given again.
           cotangents: the cotangents of the outputs; a missing one is zero.
         """
         prepared, pull = self.prelude.vjp(weights)
@@ -654,7 +654,7 @@ def transforms_of(
     """The parts of a program, and the wrapper of each that a plan's recomputation asks for.
 
     Args:
-      remat: a word, a policy of JAX's, or who says what each unit keeps (`recompute.py`).
+      remat: None, a word, a policy of JAX's, regular expressions, or a chooser of what each unit keeps (`recompute.py`).
       pieces: the program in segments.
       parts: what runs each segment.
       names: the weights' names.

@@ -1,7 +1,7 @@
 """A model's code that places arrays over the user's own axes: traced under the user's mesh, replayed without placements.
 
 Inside `shard_map` code runs on one device, so the mesh that it sees is the user's with every degree 1: there each spelling of
-JAX's and Flax's is legal and means nothing. What is traced so runs again without what places arrays, under the mesh around.
+JAX's and Flax's is legal and means nothing. The traced program runs again under the mesh around, without its placements.
 Along axes that are left to XLA's partitioner placements mean something, and are kept under our names.
 
 It is done only where JAX has refused the code as it is (`Compiled` in `training/compile.py`).

@@ -20,7 +20,7 @@ class Keeping(NamedTuple):
 
     Attributes:
       remat: that of a plan; not None.
-      slots: how many microbatches' a rank keeps at once.
+      slots: of how many microbatches a rank keeps residuals at once.
       trips: how many times the backward of a stage makes something again in a step.
       fixed: bytes of a rank that are there whatever is kept.
     """

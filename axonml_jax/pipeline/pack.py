@@ -319,9 +319,9 @@ class PositionParts:
         return cls(PartRanks(axis, count), tuple(sorted(lengths)))
 
     def dim_of(self, shape: tuple[int, ...]) -> int | None:
-        """The dim of an array that is as long as the sequences, or a shift shorter; None: there is none.
+        """The dim of an array that is as long as the sequences, or shorter by fewer positions than ranks, as after a shift.
 
-        Rows come first, so dim 0 is taken last.
+        None where there is none. Rows come first, so dim 0 is taken last.
         """
         count = self.parts.count
         near = lambda size: any(length - count < size <= length for length in self.lengths)
@@ -599,7 +599,7 @@ class Packing:
         return self._changed(buffers, arrays, lambda old, value: value)
 
     def add(self, buffers: Buffers, arrays: Sequence[Any]) -> Buffers:
-        """Adds the arrays to flat buffers at their places, the last one first: so a backward finds its gradients."""
+        """Adds the arrays to flat buffers at their places, the last one first, as a backward makes its gradients."""
         # Apart from the write: one fusion that reads and writes a part of a buffer writes all of it on CPU.
         backwards = replace(self, slots=self.slots[::-1])
         return backwards._changed(buffers, arrays[::-1], lambda old, value: together(old + value))
@@ -712,7 +712,7 @@ class Stored:
 
     Attributes:
       shape: the shape of the rank's own part, without the axes that split it.
-      dtype: between its reads.
+      dtype: the dtype in which its buffer holds it.
       axes: other mesh axes over which its parts differ ("fsdp", "tensor", ...), in any order.
       frozen: whether it has no gradient.
       shared: a name that the same leaf has in other stages too (a tied embedding); None: it is in one stage alone.

@@ -564,7 +564,7 @@ class ReplicatedBatch:
         if not read or not read <= self._replicated:
             return None
         made = equation.op.bind(operands)
-        if max(x.size for x in made) > max(given.size for given in equation.op.given):
+        if max((x.size for x in made), default=0) > max(given.size for given in equation.op.given):
             return made
         self._replicated.update(equation.outputs)
         return [on_every_rank(x) for x in made]
@@ -1076,7 +1076,7 @@ class EachTick:
     held: Held
 
     def start(self) -> Kept | None:
-        """The value that is kept before the first tick."""
+        """Nothing is kept from tick to tick."""
         return None
 
     def turned(self, kept: Any, table: Table) -> Any:
@@ -1267,7 +1267,7 @@ def run_pipeline(
       states_layout: where the stages' states lie; None: they have none.
       states: this rank's states.
       axis: the pipeline's mesh axis, of S ranks.
-      seed: what a microbatch's loss counts in `loss`; None: 1/M.
+      seed: the factor of each microbatch's loss in `loss`; None: 1/M.
       remat: what a backward recomputes of its stage: None, what is elementwise; else, block by block, as of a plan.
       grad_dtype: the dtype of accumulated gradients, from a parameter's dtype; None: the parameter's.
       keep_read: keep what `Stage.read` gives until the rank turns to another of its stages, and call `Stage.sync` when it

@@ -549,7 +549,7 @@ def _classic_ticks(schedule: AbstractSchedule) -> Ticks:
 
 
 # --------------------------------------------------------------------------------------------------
-# From a schedule's name to the schedule: the register of rooms.
+# The class of each schedule, by its name.
 # --------------------------------------------------------------------------------------------------
 
 ROOMS: dict[PipelineSchedule, type[AbstractSchedule]] = {

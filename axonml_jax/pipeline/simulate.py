@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from numbers import Integral
 from typing import Literal
 
 from axonml_jax.pipeline.schedules import AbstractSchedule, PipelineSchedule, Rows, make_schedule, make_timetable
@@ -150,28 +151,33 @@ def choose(
       costs: times of the S*V stages; None: F = I = W = 1.
       schedules: which may be taken.
       max_activations: most activations (of one of the S*V stages) that a rank may allocate; None: any number.
-      split_overhead: time that a separate W costs on top of W. None: as much as I, because the gradients inside the stage
-        are computed again; 0 for an executor that keeps them for every layer.
+      split_overhead: time that a separate W costs on top of W, a number or one for each of the S*V stages. None: as much as I,
+        because the gradients inside the stage are computed again; 0 for an executor that keeps them for every layer.
 
     Returns:
       The choice, which says why.
 
     Raises:
-      ValueError: when nothing is accepted, with each reason.
+      ValueError: when nothing is accepted, with each reason; for a number of chunks below 1, and for times of another number of
+        stages.
     """
+    if isinstance(num_chunks, bool) or not isinstance(num_chunks, Integral) or num_chunks < 1:
+        raise ValueError(f"num_chunks={num_chunks!r} must be a positive whole number")
     costs = StageCosts() if costs is None else costs
     accepted, refused = [], []
     for schedule in map(PipelineSchedule.of, schedules):
         for chunks in sorted({num_chunks if several else 1 for several in SEVERAL_CHUNKS[schedule]}):
             joined = num_chunks // chunks
-            merged = costs.merged(num_ranks * num_chunks, joined)
+            merged, overhead = costs.merged(num_ranks * num_chunks, joined), split_overhead
+            if isinstance(overhead, Sequence):
+                overhead = StageCosts(weight_gradient=overhead).merged(num_ranks * num_chunks, joined).weight_gradient
             try:
                 planned = make_schedule(schedule, num_ranks, num_microbatches, chunks)
             except ValueError as error:
                 refused.append(str(error))
                 continue
             refused += [f"{planned.name} in alternating rows: {problem}" for problem in planned.order_problems()]
-            for found in _candidates(planned, merged, joined, split_overhead):
+            for found in _candidates(planned, merged, joined, overhead):
                 if max_activations is None or found.activations <= max_activations:
                     accepted.append(found)
                 else:
