@@ -477,8 +477,8 @@ class Trainer(Generic[M]):
     @lr.setter
     @no_mesh_around()
     def lr(self, rate: float) -> None:
-        self._shown = []
-        self._continue(replace(self._state, opt_state=with_rate(self._state.opt_state, rate)))
+        state, self._shown = self.state, []
+        self._continue(replace(state, opt_state=with_rate(state.opt_state, rate)))
 
     def _continue(self, state: TrainState, *, restored: bool = False) -> None:
         self._state, self._loads, self.hollow = state, self.model.loads, self.hollow and not restored
