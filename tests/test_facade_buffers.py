@@ -100,6 +100,22 @@ def test_accumulation_updates_the_averages_once_per_microbatch(mesh):
     check(ddp, [{"mean": OLD * a["mean"] + b["mean"], "var": OLD * a["var"] + b["var"] - OLD}] * RANKS)
 
 
+class ComplexMean(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.mean = nnx.BatchStat(jnp.zeros(4, jnp.complex64))
+
+    def __call__(self, x):
+        self.mean[...] = (1 + 1j) * jnp.mean(x, axis=0)
+        return self.linear(x)
+
+
+def test_complex_statistics_are_those_of_one_device(mesh):
+    ddp, x = ax.DDP(ComplexMean(), mesh), np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
+    ddp.trainer(optax.sgd(0.1), lambda model, x: jnp.mean(model(x) ** 2)).step(x)
+    np.testing.assert_allclose(ddp.state_dict()["mean"], (1 + 1j) * x.mean(0), rtol=1e-5, atol=1e-6)
+
+
 def test_every_rank_of_independent_models_has_statistics_of_its_own(mesh):
     ddp, batch = wrap(False, mesh, sync_strategy="no_sync"), regression(ROWS)
     wanted = [expected(ddp, rows) for rows in np.split(batch["x"], RANKS)]
