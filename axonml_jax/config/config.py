@@ -1126,7 +1126,10 @@ def _by_our_names(path: str) -> str:
     others = {other: ours for other, ours in SAME_KEYS.items() if other in dict(_flat(content))}
     for other, ours in others.items():
         section, name = other.split(".")
-        content[section][ours.partition(".")[2]] = content[section].pop(name)
+        if other in content:  # as one key with a dot
+            content[ours] = content.pop(other)
+        else:
+            content[section][ours.partition(".")[2]] = content[section].pop(name)
     return yaml.safe_dump(content) if others else path
 
 

@@ -403,7 +403,7 @@ def _of_group(config: OptimConfig, group: Mapping[str, Any], key: str) -> OptimC
         base |= {"class_path": None, "init_args": None, "chain": None} | {name: DEFAULTS[name] for name in NAMED_ONLY}
     if isinstance(own.get("learning_rate"), Mapping):
         base |= {name: DEFAULTS[name] for name in ("warmup_steps", "schedule")}
-    if "betas" in own:
+    if isinstance(own.get("betas"), list):
         own["betas"] = tuple(own["betas"])
     try:
         return replace(config, **base | own)

@@ -502,8 +502,10 @@ class DataConfig:
     valid: dict[str, Any] | None = None
 
     def __post_init__(self):
-        problems = self._problems() if self.class_path is None else self._problems_of_own()
-        at_least("data", self, list(problems), length=1, num_workers=0)
+        problems = list(self._problems() if self.class_path is None else self._problems_of_own())
+        if not 0 < self.valid_fraction < 1:
+            problems.append(f"valid_fraction={self.valid_fraction}: must be between 0 and 1")
+        at_least("data", self, problems, length=1, num_workers=0, max_bytes=2)
 
     @property
     def documents(self) -> bool:
@@ -530,8 +532,6 @@ class DataConfig:
                 yield f"{name} has no effect beside class_path, whose data has its own examples: leave it out"
         if self.valid is not None and self.valid_fraction != defaults["valid_fraction"]:
             yield "valid_fraction has no effect beside valid: give one"
-        if not 0 < self.valid_fraction < 1:
-            yield f"valid_fraction={self.valid_fraction}: must be between 0 and 1"
 
     def _problems(self) -> Iterator[str]:
         for name in ("init_args", "valid"):
@@ -718,8 +718,9 @@ class OptimConfig:
     max_grad_norm: float | None = 1.0
 
     def __post_init__(self):
-        problems = [f"betas={list(self.betas)}: each must be at least 0 and below 1"]
-        problems *= not all(0 <= beta < 1 for beta in self.betas)
+        betas = self.betas if isinstance(self.betas, tuple) else (self.betas,)  # a group's may be anything
+        two = len(betas) == 2 and all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas)
+        problems = [] if two else [f"betas={list(betas)}: must be two numbers, each at least 0 and below 1"]
         for name, allowed in (("name", ("adamw", "lion")), ("schedule", ("cosine", "constant"))):
             if getattr(self, name) not in allowed:  # a group's; the section's own are checked as they are read
                 problems.append(f"{name}={getattr(self, name)}: must be one of {', '.join(allowed)}{OTHERS[name]}")
