@@ -351,12 +351,16 @@ def gradients(
     loss, metrics, weight = means(found.losses, placement, count, sync)
     loss, metrics, slope = (loss, metrics, None) if found.finish is None else found.finish(loss, metrics)
     leaves, treedef = jax.tree.flatten(found.grads)
+    if (
+        slope is not None or weight is not None
+    ):  # in at least float32: float16 ends at 65504, fewer than a batch has tokens
+        leaves = [grad.astype(jnp.promote_types(grad.dtype, jnp.float32)) for grad in leaves]
+    if slope is not None:
+        leaves = [grad * slope.astype(grad.dtype) for grad in leaves]
+    if weight is not None:
+        leaves = [per_weight(grad, weight.astype(grad.dtype)) for grad in leaves]
     dtypes = [dtype for _, dtype, _ in rest_of(placement).parts(found.grads)]
     grads = [grad.astype(dtype) for grad, dtype in zip(leaves, dtypes, strict=True)]
-    if slope is not None:
-        grads = [grad * slope.astype(grad.dtype) for grad in grads]
-    if weight is not None:
-        grads = [per_weight(grad, weight.astype(grad.dtype)) for grad in grads]
     return Gradients(treedef.unflatten(grads), loss, metrics, found.state, found.left_out)
 
 
