@@ -262,7 +262,7 @@ class FSDP(ParallelModel):
       reduce_wire: parts of gradients travel as "bf16" or "int8" to the device that sums them, in float32 (as in `ax.Shard`);
         "int8-feedback" adds what rounding left out of a device's gradients to its next ones (SHARD_OPTIMIZER).
         None: a reduce-scatter in the dtype of gradients.
-      update: "shards", or "whole" for optimizers that are refused on them.
+      update: "shards", or "whole": every rank gathers whole arrays, for optimizers that are refused on shards.
       remat: what the backward recomputes, unit by unit: None, "full", "selective" (all but weight multiplications), or all but
         what regular expressions, or a policy, name (see `ax.Plan`).
       memory: bytes of a device for a step, as "76GiB", or a share of it, as 0.9: what is recomputed is found so that it fits.
@@ -544,7 +544,7 @@ class Pipeline(ParallelModel):
         `data`, `fsdp` (parameters sharded inside a stage), and those of parallel layers.
       num_microbatches: into how many parts the rows of a batch shard are cut.
       schedule: an `ax.PipelineSchedule` or its name.
-      chunks: stages per device; None: 2 for the interleaved schedule, else 1; of modules as many as there are.
+      chunks: stages per device; None: 2 for the interleaved schedule, else 1; given modules, as many as they make.
       split: module paths at which the second and later stages begin; None: by balanced cost.
       gather: with `fsdp`, "step" gathers a device's stages once per step, "chunk" when a device turns to another of its
         stages, "tick" whenever one is used.

@@ -86,8 +86,8 @@ class Handed:
     """Watches an NNX module that a user keeps beside a parallel model, which trains copies of its arrays.
 
     Args:
-      module: given to the model, or made by it.
-      what: it is, in words.
+      module: the NNX module, given to the parallel model or made by it.
+      what: the module in words, as the warning names it.
     """
 
     def __init__(self, module: nnx.Module, what: str):
@@ -216,10 +216,10 @@ class SavedModel(abc.ABC):
 
 
 class AveragedParams:
-    """A model's trained parameters alone, by the names that a checkpoint has below `AVERAGE`: restore them with `part=`.
+    """A model's trained parameters alone, by the names of a checkpoint's moving average below `ema/`: restore it with `part=`.
 
     Args:
-      model: takes them.
+      model: the model that takes the average as its parameters.
     """
 
     def __init__(self, model: SavedModel):
@@ -297,7 +297,7 @@ def _replaced(model: Functional, variables: Variables, values: dict[str, Any]) -
 
 
 def fitted(given: PyTree, held: PyTree, rule: str) -> PyTree:
-    """Convert a given tree to the structure and dtypes of the one we hold; leaves are matched by path name.
+    """Convert a given tree to the structure and dtypes of the tree `held`; leaves are matched by path name.
 
     Raises:
       ValueError: the rule, and every leaf that is missing, unexpected, of another shape or dtype, or deleted.
@@ -405,6 +405,8 @@ class Trainer(Generic[M]):
         Assigning one (of this trainer or of another like it, on the devices or on the host) continues from a copy of it.
 
         Raises:
+          RuntimeError: within `averaged()`.
+          TypeError: when something else than a TrainState is assigned.
           ValueError: listing every leaf of an assigned state that does not fit.
         """
         if self._averaged:
@@ -445,8 +447,9 @@ class Trainer(Generic[M]):
 
         So `optax.contrib.schedule_free_eval_params(trainer.opt_state, trainer.model.parameters())` works under every plan.
         Arrays stay split; under a pipeline, and where a split pads, they are copies. Replicas with optimizers of their own
-        (NO_SYNC, DiLoCo) have entries along dim 0. `ema`'s average is left out; `trainer.state.opt_state` is how all rests.
-        Its containers are copies: a step refuses to go on where a hyperparameter in one was changed, for which there is `lr`.
+        (NO_SYNC, DiLoCo) have entries along dim 0. The average of `ema` is left out; `trainer.state.opt_state` is the whole
+        state as it rests. Its containers are copies: a step after a hyperparameter was changed in one raises a ValueError; set
+        the learning rate by `lr`.
         """
         refuse_changed(self._shown)
         tree = self.train_step.optimizer.tree(self.state.opt_state)
@@ -471,6 +474,7 @@ class Trainer(Generic[M]):
 
         Raises:
           ValueError: when the state has no learning rate, or several that differ; to set, also when a schedule makes it.
+          RuntimeError: to set, within `averaged()`.
         """
         return injected_rate(self._state.opt_state)
 
@@ -641,6 +645,7 @@ class Trainer(Generic[M]):
           weights: what each batch counts for; None: a `WeightedMean` by its weight, anything else by the batch's rows.
 
         Raises:
+          TypeError: for one batch in the place of several.
           ValueError: when there are no batches, not a weight for each, or naming a metric whose shape is not that of other
             batches, or what is not the same in all processes.
         """
@@ -679,7 +684,8 @@ class Trainer(Generic[M]):
           What differs, leaf by leaf, and what could not be compared and why; print it.
 
         Raises:
-          ValueError: with `strict`, the same; where no trained parameter reaches the loss, as `step` does.
+          ValueError: with `strict`, where a leaf differs or nothing can be compared; always where no trained parameter reaches
+            the loss.
         """
         with no_mesh_around(), folding:
             from axonml_jax.training.evaluate import Differentiate
@@ -721,6 +727,7 @@ class Trainer(Generic[M]):
             batches that are arrays.
 
         Raises:
+          TypeError: for one batch in the place of several; without `predict_fn`, for batches that are no arrays.
           ValueError: when there are no batches, or naming what has no rows in dim 0, or is not the same in all processes.
         """
         with no_mesh_around(), folding:
@@ -739,8 +746,10 @@ class Trainer(Generic[M]):
     def averaged(self) -> Iterator[M]:
         """Within this context the model holds the moving average instead of its parameters: evaluate, generate, export.
 
+        A step in it raises a RuntimeError; parameters that are loaded in it are dropped at its end.
+
         Raises:
-          ValueError: when none is kept (`ema`).
+          ValueError: when no moving average is kept (`ema`).
         """
         own, self.model.variables, self._averaged = self.model.variables, self._average(), True
         try:
@@ -885,8 +894,8 @@ def _shapes(batch: PyTree) -> PyTree:
 def _plan_of(model: Any, view: Functional, given: Any, params: PyTree | None, split: PyTree) -> Plan:
     """The default plan of a model: the one that its annotations imply, if they name axes of the mesh.
 
-    Layers that split themselves have said all there is to say; and names that only rules would explain count for nothing on a
-    mesh that splits nothing but batches.
+    It is `Plan()` for a model whose layers split their parameters themselves, and, on a mesh that splits nothing but batches,
+    for annotations whose names only rules could map to axes.
     """
     if any(any(spec) for spec in named_leaves(split).values()):
         return Plan()
@@ -952,8 +961,8 @@ class ParallelModel(SavedModel):
     Attributes:
       plan: the plan.
       mesh: the `jax.sharding.Mesh`.
-      variables: the model's arrays as they rest (see `Variables`); a trainer's next step gives these very arrays up,
-        and one that is held over it can be neither read nor stepped from; `jax.tree.map(jnp.copy, ...)` keeps one.
+      variables: the model's arrays as they rest (see `Variables`); a trainer's next step donates them, after which an array
+        that was kept can be neither read nor stepped from; `jax.tree.map(jnp.copy, ...)` makes one that can.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -1120,9 +1129,8 @@ class ParallelModel(SavedModel):
     def sync_parameters(self) -> None:
         """Give every rank the first rank's parameters and buffers, bit for bit.
 
-        A trainer's first step refuses processes that began with other values unless this was called before. Of parameters that
-        are split over processes each has had its own part from the beginning: load whole values in their place
-        (`load_state_dict`).
+        A trainer's first step refuses processes that began with other values unless this was called before. Parameters that are
+        split over processes are a mixture of theirs, which this leaves as it is: load whole values (`load_state_dict`).
         """
         from axonml_jax.training.evaluate import equalize
         from axonml_jax.training.same_everywhere import still_own
@@ -1327,8 +1335,9 @@ class ParallelModel(SavedModel):
           loss_fn: see `value_and_grad`.
           accumulate: microbatches per update and rank; None takes the plan's.
           max_grad_norm, norm_type: clip gradients to this global norm; its type is 1, 2 or `math.inf`.
-          max_nonfinite: skip updates whose loss or gradients are not finite; after that many in a row, all. None: never.
-          callbacks: told of steps, validations, checkpoints and the end (see `ax.Callback`).
+          max_nonfinite: skip updates whose loss or gradients are not finite, and after that many in a row every update; None:
+            skip none.
+          callbacks: called after steps, validations and checkpoints and at the end (see `ax.Callback`).
           layer_norms: measure the norms of gradients and parameters layer by layer too.
           eval_fn: what `evaluate` and `validate` compute, a loss and metrics as `loss_fn` returns them; None: `loss_fn`.
           ema: keep an exponential moving average of the parameters with this decay (see `Trainer.averaged`).

@@ -333,9 +333,9 @@ def gradients(
       variables: resting variables.
       key: the step's randomness.
       batch: this rank's rows, [b, ...] on every leaf that is not a scalar; b divides by the plan's `accumulate`.
-      scale: differentiate the loss times this factor, which the caller divides out of the gradients.
       sync: False leaves gradients and loss each rank's own (means over its rows).
-      left_out: what the last step's sums lacked of this rank's gradients; None: nothing is fed back.
+      scale: differentiate the loss times this factor, which the caller divides out of the gradients.
+      left_out: the residual of this rank's gradients from the last step's sums; None: nothing is fed back.
 
     Communicates: what the plan's strategies do, once, and one small all-reduce for loss and metrics.
     """

@@ -35,9 +35,9 @@ class RestingState(NamedTuple):
     """The resting forms of a run's whole state.
 
     Attributes:
-      rest: its variables.
-      optimizer: the optimizer's state.
-      kept: what the step's transforms keep, by name.
+      rest: the form of the model's variables.
+      optimizer: the form of the optimizer's state.
+      kept: the form of what the step's transforms keep, by name.
     """
 
     rest: Rest
@@ -211,8 +211,8 @@ def _named(prefix: str, tree: PyTree) -> dict[str, Leaf]:
 # Are replicas still equal? A checksum of every array on every device, compared among the devices that should hold the
 # same.
 #
-# A replicated array in which a bit has flipped, or that a step has made otherwise on one device, stays so without a
-# word: every device goes on with its own.
+# Nothing else notices a replicated array in which a bit has flipped, or that a step has made otherwise on one device:
+# every device goes on with its own.
 # --------------------------------------------------------------------------------------------------
 
 _SHOWN = 3
@@ -227,8 +227,8 @@ class UnequalReplica:
     """A device whose arrays differ from those of the devices that should hold the same.
 
     Attributes:
-      device: the one whose arrays differ from those of most others.
-      process: that it belongs to.
+      device: the id of the device whose arrays differ from those of most others.
+      process: the index of the process that it belongs to.
       names: the paths of the arrays, in their order.
       certain: whether most others agree; of two that differ nobody knows which is wrong.
     """

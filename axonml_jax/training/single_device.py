@@ -34,11 +34,11 @@ LOW_PRECISION = 5e-2
 """With a bfloat16 or float16 dtype anywhere in the policy: max|a - b| <= LOW_PRECISION * max|b| per leaf."""
 
 ROUNDING = 1e-6
-"""A check of one batch in float32 takes a gradient of which one device has less than this of the largest one for zero."""
+"""In a check of one batch, differences of float32 gradients below this share of the largest gradient do not count."""
 
 
 def difference(got: Any, wanted: Any, low_precision: bool, floor: float = 0.0) -> str | None:
-    """What is wrong with one leaf, or None; less than `floor` is not."""
+    """What is wrong with one leaf; None where it is near enough, or less than `floor` away."""
     if jnp.shape(got) != jnp.shape(wanted):
         return f"shape {jnp.shape(got)}, wanted {jnp.shape(wanted)}"
     double = jnp.result_type(wanted) in (jnp.float64, jnp.complex128)
@@ -141,7 +141,7 @@ class Check:
 
 
 def compared(got: PyTree, wanted: PyTree, low_precision: bool) -> Check:
-    """Trees of `loss`, `metrics` and `gradients`, leaf by leaf."""
+    """Compares trees of `loss`, `metrics` and `gradients` leaf by leaf (`difference`)."""
     got, wanted = named_leaves(to_host(got)), named_leaves(to_host(wanted))
     largest = [np.max(np.abs(x), initial=0) for name, x in wanted.items() if name.startswith("gradients/")]
     floor = ROUNDING * float(max((x for x in largest if np.isfinite(x)), default=0.0))
