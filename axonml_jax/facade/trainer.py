@@ -695,6 +695,8 @@ class Trainer(Generic[M]):
             batch = host_arrays(batch)
             model, training = self.model, self.model._mode
             view, variables, placement = model._functional, model.values, self.train_step.placement
+            # What is recomputed changes no number, and `memory` needs a step's compiled program.
+            placement = replace(placement, plan=replace(placement.plan, memory=None))
             given, whole = jax.tree.map(jnp.asarray, to_host((batch, model._rest.whole(variables, model.mesh))))
             key = jax.random.key(0)
             mode = Mode(training=training, precision=placement.plan.precision)
