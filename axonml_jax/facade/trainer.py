@@ -140,7 +140,7 @@ class SavedModel(abc.ABC):
         self._calls = 0
         self.loads = 0
         self._given: dict[str, str] = {}
-        self._hollow: Variables | None = None
+        self._unset: set[str] = set()  # names of variables that are placeholders
         self._handed: list[Handed] = []
         self._held_outside: weakref.WeakValueDictionary[int, nnx.Module] = weakref.WeakValueDictionary()
 
@@ -154,19 +154,22 @@ class SavedModel(abc.ABC):
 
     @property
     def hollow(self) -> bool:
-        """Whether the model was given as shapes and no values were loaded yet: its arrays are placeholders of zeros."""
-        return self.variables is self._hollow
+        """Whether the model was given as shapes, and some of its variables are placeholders of zeros still."""
+        return bool(self._unset)
 
     @property
     def values(self) -> Variables:
         """The variables, for computing; warns if the user's own module was changed since.
 
         Raises:
-          ValueError: when the model was given as shapes and has none yet.
+          ValueError: when the model was given as shapes and some variables have no values yet.
         """
         if self.hollow:
+            names, every = sorted(self._unset), named_variables(self._functional, self._functional.shapes)
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            some = f" for {', '.join(names[:5])}{more}" if len(names) < len(every) else ""
             raise ValueError(
-                "the model was given as shapes and has no values yet: load_state_dict, load_pretrained, or restore a "
+                f"the model was given as shapes and has no values yet{some}: load_state_dict, load_pretrained, or restore a "
                 "checkpoint first"
             )
         while self._handed:  # until the next use of the model
@@ -194,7 +197,7 @@ class SavedModel(abc.ABC):
     def take_leaves(self, arrays: Mapping[str, Any]) -> None:
         """Replace the variables by arrays that rest as those of `checkpoint_leaves` do."""
         self.variables = variables_of(self._functional, self.variables, arrays, self._rest)
-        self.loads, self._given = self.loads + 1, {}
+        self.loads, self._given, self._unset = self.loads + 1, {}, set()
 
     def _program(self, key: tuple, build: Callable[[], Any]) -> Any:
         key = (*key, self._mode)
@@ -234,7 +237,9 @@ class AveragedParams:
     def take_leaves(self, arrays: Mapping[str, Any]) -> None:
         """Replace the parameters; all else stays."""
         kept = {name: leaf.array for name, leaf in self._model.checkpoint_leaves().items()}
+        unset = self._model._unset - {whole.removeprefix(MODEL) for whole in self._names.values()}
         self._model.take_leaves(kept | {whole: arrays[name] for name, whole in self._names.items()})
+        self._model._unset = unset
 
 
 # --------------------------------------------------------------------------------------------------
@@ -489,7 +494,7 @@ class Trainer(Generic[M]):
         self.model.variables = state.variables
         self._made = None  # read when somebody asks
         if restored:
-            self._compared, self.model._given = None, {}
+            self._compared, self.model._given, self.model._unset = None, {}, set()
 
     # Callbacks
 
@@ -1011,7 +1016,8 @@ class ParallelModel(SavedModel):
         self._functional.state_joins()  # refused before anything is allocated
         check_model(self._placement, self._functional)
         self.variables: Variables = first_variables(self._functional, whole, self._rest, self.mesh)
-        self._hollow = self.variables if self._functional.hollow else None
+        adapters = {view.param_prefix + name for each in view.adapters.values() for name in (each.a, each.b)}
+        self._unset = set(named_variables(view, view.shapes)) - adapters if view.hollow else set()
         # Of a model without values there is nothing to compare, and what is loaded into it is compared then.
         self._given = {} if self._functional.hollow else checksums(named_variables(view, whole))
         self._remembered(model, f"the {type(model).__name__} that was given to the model")
@@ -1096,6 +1102,8 @@ class ParallelModel(SavedModel):
             taken_in(host_arrays(plain_tree(params))), now, "set_parameters takes a tree like parameters() returns"
         )
         self._updated = True if self._updated is None else self._updated
+        view = self._functional
+        self._unset -= {view.param_prefix + name for name in named_leaves(view.shapes.params)}
         self._lent = True  # an array that is where it belongs already stays the caller's own
         self.variables = replace(self.variables, params=self._rest.inside(fitting, self.mesh))
 
@@ -1121,6 +1129,7 @@ class ParallelModel(SavedModel):
         now, values = self._rest.whole(self.variables, self.mesh), host_arrays(values)
         whole, missing, unexpected = load_state_dict(self._functional, now, values, strict=strict)
         self.variables, self.loads = self._rest.place(whole, self.mesh), self.loads + 1
+        self._unset -= values.keys()
         from axonml_jax.training.same_everywhere import checksums
 
         taken = {name: value for name, value in values.items() if name not in unexpected}
