@@ -110,6 +110,24 @@ class ComplexMean(nnx.Module):
         return self.linear(x)
 
 
+class Doubling(nnx.Module):
+    def __init__(self):
+        self.linear, self.total = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.BatchStat(jnp.ones(4))
+
+    def __call__(self, x):
+        return self.linear(x)
+
+    def after_update(self):  # a loop from zeros, which are the same on every rank
+        self.total[...] = jax.lax.fori_loop(0, 2, lambda i, total: total + self.total[...], jnp.zeros(4))
+
+
+def test_hooks_run_outside_of_a_step_as_in_it(mesh):
+    ddp = ax.DDP(Doubling(), mesh, batch_stats="local", broadcast_buffers=False)
+    ddp.trainer(optax.sgd(0.1), lambda model, x: jnp.mean(model(x) ** 2)).step(np.ones((ROWS, 4), np.float32))
+    ddp.after_update()
+    np.testing.assert_array_equal(ddp.state_dict()["total"], np.full(4, 4.0))
+
+
 def test_complex_statistics_are_those_of_one_device(mesh):
     ddp, x = ax.DDP(ComplexMean(), mesh), np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
     ddp.trainer(optax.sgd(0.1), lambda model, x: jnp.mean(model(x) ** 2)).step(x)

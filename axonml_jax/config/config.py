@@ -9,6 +9,7 @@ import re
 import stat
 import textwrap
 import typing
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from itertools import pairwise
@@ -1106,7 +1107,11 @@ def _keys_of(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error.strerror}") from error
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path} holds no keys: give a YAML file with sections such as model and train")
-    return _renamed(dict(_flat(content)), path)
+    given = list(_flat(content))
+    counts = Counter(key for key, _ in given)
+    if twice := [key for key, count in counts.items() if count > 1]:
+        raise ConfigError(f"{path} gives {', '.join(twice)} in its section and with a dot: give it once")
+    return _renamed(dict(given), path)
 
 
 def _renamed(given: dict[str, Any], path: str) -> dict[str, Any]:

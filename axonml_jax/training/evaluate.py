@@ -201,8 +201,8 @@ def hooks_program(model: Functional, placement: Placement, mesh: Mesh) -> Callab
 
     def run(state: PyTree) -> PyTree:
         specs = rest_of(placement).buffer_specs(state)
-        manual = placement.axes.manual
-        return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=specs, axis_names=manual)(state)
+        options = {"axis_names": placement.axes.manual, "check_vma": placement.plan.check_vma}
+        return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=specs, **options)(state)
 
     return jax.jit(run)
 
