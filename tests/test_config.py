@@ -373,6 +373,11 @@ def test_options_have_one_name_and_the_others_are_taken(tmp_path):
     config = read_config("train", [str(path), "--pipeline.microbatches=2", "--plan.cpu_offload", "optimizer_states"])
     assert config.pipeline.num_microbatches == 2 and read_config("train", [str(path)]).pipeline.num_microbatches == 4
     assert (config.plan.precision, config.plan.wire, config.plan.offload) == ("bf16", "int8", "optimizer_states")
+    path.write_text(model + "plan.mixed_precision: bf16\n")
+    assert read_config("train", [str(path)]).plan.precision == "bf16"
+    path.write_text(model + "plan: {precision: fp8}\nplan.precision: bf16\n")
+    with pytest.raises(ConfigError, match=r"gives plan.precision in its section and with a dot: give it once"):
+        read_config("train", [str(path)])
     before = as_dict(config)  # as an earlier version wrote it
     before["plan"]["gather"] = before["plan"].pop("wire")
     assert differences(before, config) == []

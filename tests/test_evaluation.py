@@ -320,6 +320,19 @@ def test_a_check_says_by_name_what_it_cannot_compare_and_why():
     assert "everything: along data every rank trains a model of its own" in str(alone)
 
 
+ROUNDED = {"wire": "int8"}, {"reduce_wire": "bf16"}, {"reduce_wire": "int8"}
+
+
+@pytest.mark.parametrize("options", [*ROUNDED, {"memory": "1GiB"}], ids=str)
+def test_a_check_takes_plans_that_round_what_they_send_or_have_a_budget(options):
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    trainer = ax.FSDP(model, mesh_of(fsdp=4), **options).trainer(
+        optax.sgd(0.1), lambda model, x: jnp.mean(model(x) ** 2)
+    )
+    found = trainer.check(np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32))
+    assert found.equal, str(found)
+
+
 def by_class(model, batch):
     """A table of classes, a vector, a masked mean and a count."""
     best, wanted = losses(model, batch).mean(1) > 1.0, batch["x"][:, 0, 0] > 0

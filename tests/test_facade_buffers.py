@@ -100,6 +100,40 @@ def test_accumulation_updates_the_averages_once_per_microbatch(mesh):
     check(ddp, [{"mean": OLD * a["mean"] + b["mean"], "var": OLD * a["var"] + b["var"] - OLD}] * RANKS)
 
 
+class ComplexMean(nnx.Module):
+    def __init__(self):
+        self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.mean = nnx.BatchStat(jnp.zeros(4, jnp.complex64))
+
+    def __call__(self, x):
+        self.mean[...] = (1 + 1j) * jnp.mean(x, axis=0)
+        return self.linear(x)
+
+
+class Doubling(nnx.Module):
+    def __init__(self):
+        self.linear, self.total = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.BatchStat(jnp.ones(4))
+
+    def __call__(self, x):
+        return self.linear(x)
+
+    def after_update(self):  # a loop from zeros, which are the same on every rank
+        self.total[...] = jax.lax.fori_loop(0, 2, lambda i, total: total + self.total[...], jnp.zeros(4))
+
+
+def test_hooks_run_outside_of_a_step_as_in_it(mesh):
+    ddp = ax.DDP(Doubling(), mesh, batch_stats="local", broadcast_buffers=False)
+    ddp.trainer(optax.sgd(0.1), lambda model, x: jnp.mean(model(x) ** 2)).step(np.ones((ROWS, 4), np.float32))
+    ddp.after_update()
+    np.testing.assert_array_equal(ddp.state_dict()["total"], np.full(4, 4.0))
+
+
+def test_complex_statistics_are_those_of_one_device(mesh):
+    ddp, x = ax.DDP(ComplexMean(), mesh), np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
+    ddp.trainer(optax.sgd(0.1), lambda model, x: jnp.mean(model(x) ** 2)).step(x)
+    np.testing.assert_allclose(ddp.state_dict()["mean"], (1 + 1j) * x.mean(0), rtol=1e-5, atol=1e-6)
+
+
 def test_every_rank_of_independent_models_has_statistics_of_its_own(mesh):
     ddp, batch = wrap(False, mesh, sync_strategy="no_sync"), regression(ROWS)
     wanted = [expected(ddp, rows) for rows in np.split(batch["x"], RANKS)]

@@ -90,3 +90,21 @@ def test_a_rate_that_a_schedule_makes_is_not_set():
     trainer = trainer_of(optax.inject_hyperparams(optax.sgd)(learning_rate=SCHEDULE))
     with pytest.raises(ValueError, match="follows a schedule"):
         trainer.lr = 0.1
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_setting_the_rate_leaves_the_models_parameters_as_they_are(plan):
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
+    trainer = trainer_of(tx, plan)
+    loaded = {name: np.full_like(value, 7.0) for name, value in trainer.model.state_dict().items()}
+    trainer.model.load_state_dict(loaded)
+    trainer.lr = 0.5
+    assert trainer.lr == 0.5
+    assert all(np.all(value == 7.0) for value in trainer.model.state_dict().values())
+
+
+def test_the_rate_is_not_set_where_the_model_holds_averaged_parameters():
+    loss = lambda model, batch: (model(batch) ** 2).mean()
+    trainer = PLANS["data"]().trainer(optax.inject_hyperparams(optax.sgd)(learning_rate=1.0), loss, ema=0.5)
+    with trainer.averaged(), pytest.raises(RuntimeError, match=r"leave the block first"):
+        trainer.lr = 0.5

@@ -160,6 +160,14 @@ def test_text_ends_before_a_stop_word_and_at_the_end_token(evaluated):
     assert cut == whole[: whole.index(whole[2])]
 
 
+def test_a_repeated_request_draws_anew_in_every_batch(evaluated):
+    alone = EvaluatedModel(evaluated.model, ByteTokenizer(), prefix="\n", batch_size=1)
+    drawn = {"do_sample": True, "temperature": 5.0, "max_gen_toks": 8}
+    texts = alone.generate_until(asked(*[("the cat", drawn)] * 3))
+    assert len(set(texts)) == 3
+    assert texts == alone.generate_until(asked(*[("the cat", drawn)] * 3))
+
+
 def test_options_mean_what_tasks_mean_by_them():
     given = {"until": ["a", ""], "do_sample": True, "temperature": 0.5, "top_k": 3, "max_new_tokens": 9}
     found = Asked.of(given, 256)
@@ -180,6 +188,8 @@ def test_what_cannot_be_evaluated_is_refused(evaluated, plain):
         EvaluatedModel(plain, ByteTokenizer())
     with pytest.raises(ValueError, match=r"max_length=33 must be at most the model's 32"):
         EvaluatedModel(evaluated.model, ByteTokenizer(), prefix="\n", max_length=33)
+    with pytest.raises(ValueError, match=r"max_length=0 must be at most the model's 32 and at least 1"):
+        EvaluatedModel(evaluated.model, ByteTokenizer(), prefix="\n", max_length=0)
 
 
 @pytest.mark.slow

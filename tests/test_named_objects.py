@@ -119,6 +119,8 @@ REFUSED = {
     "optim.groups[0].paths=None: must be a list": {"groups": [{"learning_rate": 1.0}]},
     "optim.groups[0].paths: no regular expression: '('": {"groups": [{"paths": ["("]}]},
     "optim.groups[0]: pats: a group has paths and may have": {"groups": [{"paths": ["x"], "pats": ["x"]}]},
+    "optim.groups[0]: optim.betas=[0.9]: must be two numbers": {"groups": [{"paths": ["x"], "betas": 0.9}]},
+    "optim.groups[0]: optim.betas=[0.9, 0.9, 0.9]: must be two": {"groups": [{"paths": ["x"], "betas": [0.9, 0.9, 0.9]}]},
     "optim.groups[0]: optim.name=sgd: must be one of adamw, lion": {"groups": [{"paths": ["x"], "name": "sgd"}]},
     "optim.groups[0]: optim.schedule=linear: must be one of": {"groups": [{"paths": ["x"], "schedule": "linear"}]},
     "optim.groups[0]: optim.learning_rate=None: must be a number": {"groups": [{"paths": ["x"], "learning_rate": None}]},

@@ -3,7 +3,9 @@
 All setups x all plans: benchmarks/truth/optax_setups.py.
 """
 
+import gc
 import re
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -321,3 +323,11 @@ def steps_of(monkeypatch, setup, *, asks_everything):
 def test_what_most_operations_are_is_read_as_if_everything_had_been_asked(monkeypatch, setup):
     quick, asked = (steps_of(monkeypatch, setup, asks_everything=asks) for asks in (False, True))
     assert quick == asked
+
+
+def test_an_optimizers_programs_live_as_long_as_its_trainer():
+    _, _, placement, on = on_shards(lambda: optax.adam(0.1))
+    program, known = weakref.ref(on.program(jnp.ones(()))), weakref.ref(on)
+    del on, placement
+    gc.collect()
+    assert program() is None and known() is None

@@ -118,6 +118,10 @@ def test_placed_variables_train_in_linens_own_loop_and_stay_split():
 def test_what_a_placed_module_would_ignore_is_refused():
     with pytest.raises(ValueError, match=r"ax.place says where arrays lie, and accumulate=2, remat='full' of the plan"):
         ax.place(Net(), mesh_of(data=2), ax.Plan(accumulate=2, remat="full"))
+    with pytest.raises(ValueError, match=r"arrays lie, and update='whole', fsdp=Shard\(wire='int8'\) of the plan"):
+        ax.place(Net(), mesh_of(fsdp=2), ax.Plan(fsdp=ax.Shard(wire="int8"), update="whole"))
+    with pytest.raises(ValueError, match=r"arrays lie, and data=Replicate\(comm_dtype='bfloat16'\) of the plan"):
+        ax.place(Net(), mesh_of(data=2), ax.Plan(data=ax.Replicate(comm_dtype="bfloat16")))
     with pytest.raises(ValueError, match="precision=Precision"):
         ax.place(Net(), mesh_of(data=2), ax.Plan(precision="bf16"))
     with pytest.raises(ValueError, match=r"memory='1GiB', draws='rows', kernels='xla', check_vma=True of the plan"):

@@ -42,6 +42,15 @@ def test_a_checksum_changes_with_every_bit(dtype):
         assert np.any(np.asarray(checksum(jnp.asarray(other))) != whole), bit
 
 
+def test_a_checksum_changes_with_signs_and_with_places():
+    values = np.random.default_rng(0).normal(size=1024).astype(np.float32)
+    values[0], values[256] = 1.0, 2.0
+    exchanged = values.copy()
+    exchanged[0], exchanged[256] = 2.0, 1.0
+    found = {tuple(checksum(jnp.asarray(each)).tolist()) for each in (values, -values, exchanged)}
+    assert len(found) == 3
+
+
 def trained(**mesh):
     """A state after two steps, and its mesh."""
     devices = jax.devices()[:4]

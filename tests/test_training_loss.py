@@ -88,6 +88,23 @@ def test_weighting_the_examples_is_not_the_same_as_averaging_the_means(mesh):
     assert not np.allclose(weighted["layer"]["bias"], wanted["layer"]["bias"], rtol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_gradients_in_16_bits_are_divided_by_weights_beyond_them(mesh, dtype):
+    ddp = ax.DDP(nnx.Linear(4, 4, rngs=nnx.Rngs(0), param_dtype=dtype, dtype=dtype), mesh)
+    weight = 100_000.0 if dtype == jnp.float16 else 257.0  # infinite and 256 in these dtypes
+    loss = lambda model, x: ax.WeightedMean(jnp.sum(model(x).astype(jnp.float32)), jnp.float32(len(x)) * weight / 8)
+    _, grads = ddp.value_and_grad(loss)(np.ones((8, 4), dtype))
+    wanted = np.asarray(jnp.asarray(8 / weight, dtype))
+    np.testing.assert_array_equal(grads["bias"], np.full(4, wanted))
+
+
+def test_a_metric_is_not_replaced_by_one_that_the_step_reports(mesh):
+    loss = lambda model, batch: (losses(model, batch).mean(), {"skipped": jnp.float32(7)})
+    assert ax.DDP(Net(), mesh).trainer(optax.sgd(0.1), loss).step(ragged())["skipped"] == 7
+    with pytest.raises(ValueError, match=r"\['skipped'\], which a step reports itself: give them other names"):
+        ax.DDP(Net(), mesh).trainer(optax.sgd(0.1), loss, max_nonfinite=3).step(ragged())
+
+
 def test_metrics_of_any_nesting_are_named_by_their_path(mesh):
     (_, metrics), _ = gradients(mesh, 2, "overlapped")
     assert set(metrics) == {"accuracy", "by/kind/first", "by/kind/rows", "by/tokens"}

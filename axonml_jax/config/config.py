@@ -9,6 +9,7 @@ import re
 import stat
 import textwrap
 import typing
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from itertools import pairwise
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 
 
 # --------------------------------------------------------------------------------------------------
-# What of a configuration does not go with the degrees of its mesh.
+# Settings of a configuration that do not fit the degrees of its mesh.
 # --------------------------------------------------------------------------------------------------
 
 _SPLIT_BY = {"tensor": ("tensor",), "grid": ("row", "col", "depth")}
@@ -138,7 +139,7 @@ def _indivisible(model: Any, length: int, own: dict[str, int]) -> Iterator[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# A file that is not there: what stands in its place, the configuration of the package by that name, or the one meant.
+# Finding a configuration file: shipped configurations by their names, and the nearest file where there is none.
 # --------------------------------------------------------------------------------------------------
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -179,8 +180,7 @@ def nearest_file(path: Path) -> Path | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Flags of `train` and `explain` that are no keys of a configuration: taken out before it is read, and told of in its
-# help.
+# Flags of `train` and `explain` that are no keys of a configuration: they are parsed before it, and its help lists them.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -189,10 +189,10 @@ class Budget:
     """The limits of a step's memory and traffic.
 
     Attributes:
-      check: a baseline that memory and traffic may not exceed.
-      tolerance: by which share they may.
-      max_memory: bytes of a device.
-      write_baseline: where to write a baseline.
+      check: the file of a baseline, which memory and traffic may not exceed.
+      tolerance: the share by which they may exceed it all the same; 0.1 is 10 %.
+      max_memory: the bytes that a device may hold.
+      write_baseline: the file to write as a baseline.
       force: train even what cannot fit.
     """
 
@@ -204,7 +204,7 @@ class Budget:
 
 
 def budget_parser(command: str) -> argparse.ArgumentParser:
-    """The budget's flags of `train` or `explain`."""
+    """The parser of the flags of `train` or `explain` that make a `Budget`."""
     parser = argparse.ArgumentParser(prog=f"axonml-jax {command}", add_help=False, allow_abbrev=False)
     of_device = "bytes that a device may hold, as in 16GiB"
     if command == "train":
@@ -221,14 +221,14 @@ def budget_parser(command: str) -> argparse.ArgumentParser:
 
 
 def imports_parser(command: str) -> argparse.ArgumentParser:
-    """The flag that says what a configuration may import."""
+    """The parser of `--allow-imports` alone."""
     parser = argparse.ArgumentParser(prog=f"axonml-jax {command}", add_help=False, allow_abbrev=False)
     add_imports(parser)
     return parser
 
 
 def add_imports(parser: argparse.ArgumentParser) -> None:
-    """`--allow-imports` among a parser's flags."""
+    """Add `--allow-imports`, the packages that a configuration may import, to a parser."""
     parser.add_argument(
         "--allow-imports",
         type=lambda words: words.split(","),
@@ -244,8 +244,8 @@ class Estimate:
     """What `explain` prints or draws of a step beside its ledger.
 
     Attributes:
-      hardware: a name of the planner's table: price the step on it.
-      picture: where to draw memory and traffic, and with hardware the timeline.
+      hardware: the hardware that the step is priced on, a name of the planner's table.
+      picture: the file in which memory and traffic are drawn, and with `hardware` the timeline.
     """
 
     hardware: str | None = None
@@ -262,7 +262,7 @@ def _hardware(name: str) -> str:
 
 
 def estimate_parser() -> argparse.ArgumentParser:
-    """The flags of `explain`."""
+    """The parser of the flags of `explain` that make an `Estimate`."""
     parser = argparse.ArgumentParser(prog="axonml-jax explain", add_help=False, allow_abbrev=False)
     parser.add_argument(
         "--hardware",
@@ -312,8 +312,8 @@ class Structure:
     """A parser type for settings that may describe objects: the parser would import a `class_path` by itself.
 
     Args:
-      kind: what `is_structure` is true of.
-      words: the values as people read them.
+      kind: the type of the setting; `is_structure` is true of it.
+      words: the type as people write it, for messages.
     """
 
     def __init__(self, kind: Any, words: str):
@@ -324,7 +324,7 @@ class Structure:
         """Convert a value to plain types; text from a command line is read as YAML.
 
         Raises:
-          NotPlain: when it is of another kind.
+          NotPlain: for a value of another type than the setting's.
         """
         found = as_yaml(value) if isinstance(value, str) else value
         if not any(_fits(found, kind) for kind in self._kinds):
@@ -371,7 +371,7 @@ def as_yaml(text: str) -> Any:
 
 
 def names_in(value: Any) -> tuple[str, ...] | dict[str, tuple[str, ...] | str] | None:
-    """A list of names, or a mapping to names, as a file or a flag has it; None for anything else.
+    """Read a list of names, or a mapping to names, from a value or a flag's text; None for anything else.
 
     >>> names_in("[attn_out]"), names_in({"blocks/0": ["host:input"], "head": "full"}), names_in("[1]"), names_in("text")
     (('attn_out',), {'blocks/0': ('host:input',), 'head': 'full'}, None, None)
@@ -404,7 +404,7 @@ def _fits(value: Any, kind: Any) -> bool:
 # --------------------------------------------------------------------------------------------------
 
 ALWAYS = frozenset({"optax"})
-"""Packages whose objects a configuration may name without being asked."""
+"""Packages that a configuration may import without `--allow-imports`."""
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
@@ -544,7 +544,7 @@ class SampleConfig:
     Attributes:
       count: number of texts; 0 writes none.
       length: bytes to write after the prompt.
-      prompt: how each text begins; None: with a few words of the validation text.
+      prompt: how each text begins; null: with a few words of the validation text.
       temperature: divides the logits; 0 takes the most likely byte.
     """
 
@@ -707,7 +707,7 @@ class RunConfig:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The mesh axes; includes `fsdp` if parameters are sharded over it and `context` together."""
+        """The degree of every mesh axis; with context.shard `fsdp` is one of them even at 1."""
         return self.mesh.degrees | ({"fsdp": self.mesh.fsdp} if self.context.shard else {})
 
     def build_plan(self) -> "Plan":
@@ -721,7 +721,7 @@ class RunConfig:
 # --------------------------------------------------------------------------------------------------
 
 MOST_BYTES = 2**18
-"""Longest text, of which PyYAML reads about 200 kB a second."""
+"""The longest text that is parsed, in bytes; PyYAML reads about 200 kB a second."""
 
 _MOST_VALUES = 20_000
 _DEEPEST = 50
@@ -740,8 +740,8 @@ def plain_yaml(text: str) -> Any:
       text: the document.
 
     Raises:
-      NotYaml: when it is none; for a key that stands twice in a mapping, an anchor that holds itself, too long a number, and
-        for more values (counted as often as aliases repeat them) or a deeper nest than any configuration has.
+      NotYaml: for text that is not YAML; for a key that stands twice in a mapping, an anchor that holds itself, too long a
+        number, and for more values (counted as often as aliases repeat them) or a deeper nest than any configuration has.
 
     >>> plain_yaml("train: {steps: 10}")
     {'train': {'steps': 10}}
@@ -765,9 +765,9 @@ def yaml_in(path: Path) -> Any:
     """Parse a YAML file; larger files than a configuration may be are not read in full.
 
     Raises:
-      NotYaml: as by `plain_yaml`; when it is a FIFO, or something else that is no file.
-      UnicodeDecodeError: when it is no text.
-      OSError: when it cannot be read.
+      NotYaml: as by `plain_yaml`; for a folder, a FIFO or anything else that is no regular file.
+      UnicodeDecodeError: for a file that is not text in UTF-8.
+      OSError: for a file that cannot be read.
     """
     if kind := not_a_file(path):
         raise NotYaml(f"it is {kind}, not a file")
@@ -825,8 +825,8 @@ class Machines:
     """The range of the number of machines of a job.
 
     Attributes:
-      smallest, largest: the numbers.
-      unit: how many come and go together.
+      smallest, largest: the least and the most machines.
+      unit: the number of machines that come and go together.
     """
 
     smallest: int
@@ -861,17 +861,18 @@ def machines_of(environ: Mapping[str, str]) -> tuple[Machines, int] | None:
 def for_world(config: RunConfig, machines: Machines, now: int, devices: int) -> RunConfig:
     """Adapt the run's configuration, written for the largest number of machines, to the current number.
 
-    With `train.on_shrink` keep_batch the global batch stays and is accumulated of more microbatches, so that none is larger
-    than on all machines; with shrink_batch it has as many rows per device as there. It depends on their number alone.
+    With `train.on_shrink` keep_batch the global batch stays and is cut into more microbatches, so that none is larger than on
+    the largest number of machines; with shrink_batch a device keeps its number of rows. Nothing but the current number of
+    machines decides.
 
     Args:
       config: as it is for the largest number of machines.
-      machines: how many there may be.
-      now: how many there are.
-      devices: of all of them.
+      machines: the range of the number of machines.
+      now: the current number of machines.
+      devices: the number of devices of all current machines.
 
     Raises:
-      ConfigError: with everything for which the run could not go on with another number of machines.
+      ConfigError: with everything that keeps the run from going on with another number of machines of the range.
     """
     per_machine = devices // now
     if problems := list(_problems(config, machines, per_machine)):
@@ -1106,7 +1107,11 @@ def _keys_of(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error.strerror}") from error
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path} holds no keys: give a YAML file with sections such as model and train")
-    return _renamed(dict(_flat(content)), path)
+    given = list(_flat(content))
+    counts = Counter(key for key, _ in given)
+    if twice := [key for key, count in counts.items() if count > 1]:
+        raise ConfigError(f"{path} gives {', '.join(twice)} in its section and with a dot: give it once")
+    return _renamed(dict(given), path)
 
 
 def _renamed(given: dict[str, Any], path: str) -> dict[str, Any]:
@@ -1121,12 +1126,15 @@ def _renamed(given: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _by_our_names(path: str) -> str:
-    """The path of a file that the parser can read: itself, or a copy in which keys have our names."""
+    """What the parser reads: the path of the file, or its text with keys by our names where it has others."""
     content = yaml_in(Path(path))
     others = {other: ours for other, ours in SAME_KEYS.items() if other in dict(_flat(content))}
     for other, ours in others.items():
         section, name = other.split(".")
-        content[section][ours.partition(".")[2]] = content[section].pop(name)
+        if other in content:  # as one key with a dot
+            content[ours] = content.pop(other)
+        else:
+            content[section][ours.partition(".")[2]] = content[section].pop(name)
     return yaml.safe_dump(content) if others else path
 
 

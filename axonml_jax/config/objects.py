@@ -28,10 +28,10 @@ Stacks = Mapping[str, int]
 """How many first dims of a parameter number layers or experts, by path (`Functional.stacked_dims`)."""
 
 NO_STACKS: Stacks = MappingProxyType({})
-"""Of a model that has none, or does not say it."""
+"""The `Stacks` of a model without stacked layers or experts."""
 
 MUON = "muon_weight_dimension_numbers"
-"""Under which name Muon takes which dims of a parameter are a matrix (`optax.contrib.muon`)."""
+"""The argument by which `optax.contrib.muon` takes the dims of every parameter that are a matrix."""
 
 
 def own_dims(params: PyTree, stacks: Stacks) -> PyTree:
@@ -83,7 +83,7 @@ def leaf_mask(value: Mapping[str, Any], key: str, stacks: Stacks = NO_STACKS) ->
       stacks: of the model.
 
     Raises:
-      ValueError: for expressions that are none.
+      ValueError: for what is no regular expression, or no truth value of `matrices`.
     """
     [(kind, given)] = value.items()
     if kind == "matrices":
@@ -128,8 +128,8 @@ def find(path: str, key: str) -> Any:
     """Import the object of a dotted path; its package must be allowed (see `import_problems`).
 
     Raises:
-      ValueError: when there is no such module or name, with the nearest one; or when the object is another package's, which
-        the user was not asked about.
+      ValueError: when there is no such module or name, with the nearest one; when it is no class or function; or when the
+        object is another package's, which the user has not allowed.
     """
     parts = path.split(".")
     module, rest = _module(parts, path, key)
@@ -153,7 +153,7 @@ def find(path: str, key: str) -> Any:
 
 
 def make(value: Any, key: str, given: Mapping[str, Any] | None = None, stacks: Stacks = NO_STACKS) -> Any:
-    """Make every object that a value describes, from the inside out.
+    """Make every object that a value describes, from the inside out; a mask (`is_mask`) becomes a function of parameters.
 
     Args:
       value: of a configuration.
@@ -333,7 +333,9 @@ def moments(config: OptimConfig, steps: int, params: PyTree, stacks: Stacks = NO
 
 
 def learning_rate(config: OptimConfig, steps: int) -> optax.Schedule:
-    """The learning-rate schedule: linear warmup from 0, then the named schedule; or the configured object.
+    """The learning-rate schedule: a linear warmup, in which step k of W has k / (W + 1) of the rate, then the named schedule.
+
+    A configured object takes the place of all of it.
 
     Raises:
       ValueError: naming what of a schedule cannot be found or made.
@@ -403,7 +405,7 @@ def _of_group(config: OptimConfig, group: Mapping[str, Any], key: str) -> OptimC
         base |= {"class_path": None, "init_args": None, "chain": None} | {name: DEFAULTS[name] for name in NAMED_ONLY}
     if isinstance(own.get("learning_rate"), Mapping):
         base |= {name: DEFAULTS[name] for name in ("warmup_steps", "schedule")}
-    if "betas" in own:
+    if isinstance(own.get("betas"), list):
         own["betas"] = tuple(own["betas"])
     try:
         return replace(config, **base | own)

@@ -37,7 +37,7 @@ def at_least(section: str, config: object, problems: list[str] | None = None, **
       section: of the configuration.
       config: the section's values.
       problems: what else is wrong with them.
-      lowest: by name.
+      lowest: the minimum of every setting, by name.
 
     Raises:
       ValueError: with everything that is wrong.
@@ -217,7 +217,7 @@ class LossConfig:
 
 
 NO_LOSS = LossConfig()
-"""The section where nothing is said."""
+"""The section `loss` of a configuration that has none."""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -287,9 +287,9 @@ class Choice:
 
     Args:
       key: of the setting; its last part is the row of the table of synonyms.
-      kind: a Literal, or one or None, or beside other kinds.
-      words: the values as people read them.
-      others: reads a value of the other kinds; None: there are none, or it is of none.
+      kind: the setting's type: a Literal, alone or in a union.
+      words: the type as people write it, for messages.
+      others: reads a value of the union's other types, and returns None for anything else; None: no other type is taken.
     """
 
     def __init__(self, key: str, kind: Any, words: str, others: Callable[[Any], Any] | None = None):
@@ -300,10 +300,10 @@ class Choice:
         self._words = words
 
     def __call__(self, value: Any) -> Any:
-        """The choice that a value means.
+        """The choice that a value means, or what `others` reads of it.
 
         Raises:
-          WrongChoice: when it is none.
+          WrongChoice: for any other value.
         """
         if self._nullable and value in (None, "null"):
             return None
@@ -319,7 +319,7 @@ class Choice:
 
 
 def values_of(kind: Any) -> tuple[str, ...]:
-    """The values of a Literal, or of one or None; none for any other type."""
+    """The values of a Literal, or of the first Literal in a union; empty for any other type."""
     if typing.get_origin(kind) is typing.Literal:
         return typing.get_args(kind)
     literals = [part for part in typing.get_args(kind) if typing.get_origin(part) is typing.Literal]
@@ -464,7 +464,7 @@ class DataConfig:
 
     Attributes:
       path: a folder, or a file; null takes the source of the standard library of the running Python.
-      format: of documents: text (every file is one), jsonl or parquet; null goes by the names.
+      format: of documents: text (every file is one), jsonl or parquet; null goes by the files' names.
       fields: of documents: the fields of a sample that are its text.
       prompt_field: the field that is given and not learned; with completion_field, in place of fields.
       completion_field: the field that is learned.
@@ -472,8 +472,8 @@ class DataConfig:
       tokenizer: bytes, or the path of a tokenizer.json.
       end: a token to add after every document, by name.
       pack: windows cuts text, as one stream of bytes or of a tokenizer's tokens; documents lets documents share examples, none
-        of which sees another; alone gives each document its own; null is documents where anything says that there are some (a
-        tokenizer does of a folder), else windows.
+        of which sees another; alone gives each document its own; null is documents where a setting of documents is given, or a
+        tokenizer and no single text file, else windows.
       length: tokens per training example.
       max_bytes: read no more than this; null reads everything.
       valid_fraction: share kept for validation, of the bytes or of the documents.
@@ -502,8 +502,10 @@ class DataConfig:
     valid: dict[str, Any] | None = None
 
     def __post_init__(self):
-        problems = self._problems() if self.class_path is None else self._problems_of_own()
-        at_least("data", self, list(problems), length=1, num_workers=0)
+        problems = list(self._problems() if self.class_path is None else self._problems_of_own())
+        if not 0 < self.valid_fraction < 1:
+            problems.append(f"valid_fraction={self.valid_fraction}: must be between 0 and 1")
+        at_least("data", self, problems, length=1, num_workers=0, max_bytes=2)
 
     @property
     def documents(self) -> bool:
@@ -530,8 +532,6 @@ class DataConfig:
                 yield f"{name} has no effect beside class_path, whose data has its own examples: leave it out"
         if self.valid is not None and self.valid_fraction != defaults["valid_fraction"]:
             yield "valid_fraction has no effect beside valid: give one"
-        if not 0 < self.valid_fraction < 1:
-            yield f"valid_fraction={self.valid_fraction}: must be between 0 and 1"
 
     def _problems(self) -> Iterator[str]:
         for name in ("init_args", "valid"):
@@ -591,7 +591,7 @@ class DiLoCoConfig:
             self.build()
 
     def build(self) -> "DiLoCo":
-        """The strategy that the section describes; `every` is set."""
+        """The strategy that the section describes; `every` must be set."""
         from axonml_jax.strategies.diloco import DiLoCo
 
         assert self.every is not None
@@ -629,8 +629,8 @@ class LoraConfig:
       rank: columns of each adapter; null trains the model itself.
       alpha: the adapters' product counts alpha / rank times; null counts it once.
       targets: regular expressions of the paths of the matrices that get adapters.
-      stacked: of targets whose last two dims are a matrix and whose others number them; the transformer's stacks say so
-        themselves.
+      stacked: regular expressions of targets whose last two dims are a matrix and whose other dims count matrices; the
+        transformer's need none.
       dims: of targets of more than two dims, by regular expressions, what each dim is (stack, in, out), such as
         {query/kernel: in out out}; most layers say it themselves.
       base: int8: the matrices that have adapters rest as int8 with a scale for every column; null: as they are.
@@ -656,7 +656,7 @@ class LoraConfig:
             self.build(0)
 
     def build(self, seed: int) -> "Lora":
-        """The adapters that the section describes; it has a rank."""
+        """The adapters that the section describes; `rank` must be set."""
         from axonml_jax.model.lora import Lora
 
         assert self.rank is not None
@@ -684,7 +684,7 @@ OTHERS = {
     "name": "; any other optimizer goes under optim.class_path, such as optax.adafactor",
     "schedule": "; any other goes under optim.learning_rate as a class_path, such as optax.linear_schedule, with init_args",
 }
-"""What to say of a choice that has another way beside it."""
+"""What a message about a wrong choice adds, by setting: where any other optimizer or schedule is given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -718,8 +718,9 @@ class OptimConfig:
     max_grad_norm: float | None = 1.0
 
     def __post_init__(self):
-        problems = [f"betas={list(self.betas)}: each must be at least 0 and below 1"]
-        problems *= not all(0 <= beta < 1 for beta in self.betas)
+        betas = self.betas if isinstance(self.betas, tuple) else (self.betas,)  # a group's may be anything
+        two = len(betas) == 2 and all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in betas)
+        problems = [] if two else [f"betas={list(betas)}: must be two numbers, each at least 0 and below 1"]
         for name, allowed in (("name", ("adamw", "lion")), ("schedule", ("cosine", "constant"))):
             if getattr(self, name) not in allowed:  # a group's; the section's own are checked as they are read
                 problems.append(f"{name}={getattr(self, name)}: must be one of {', '.join(allowed)}{OTHERS[name]}")
@@ -760,7 +761,7 @@ class OptimConfig:
 
 
 DEFAULTS = {field.name: field.default for field in fields(OptimConfig)}
-"""What the section's keys are where nothing is said."""
+"""The default of every key of the section `optim`."""
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""The face: models wrapped PyTorch-style; each facade only names a plan."""
+"""Facades: models wrapped as in PyTorch, each of which only names a plan; trainers, and text from models."""

@@ -18,7 +18,7 @@ from axonml_jax.mesh.world import ProcessGroup, World, as_mesh
 from axonml_jax.model.loss import Precision
 from axonml_jax.model.view import Trainable
 from axonml_jax.parallel.context import Context
-from axonml_jax.parallel.plan import CPUOffload, Kernels, Memory, Partition, Plan, Remat, Rules
+from axonml_jax.parallel.plan import CPUOffload, Kernels, Memory, Partition, Plan, Remat, Rules, in_words
 from axonml_jax.sharding.layout import Order, replicated
 from axonml_jax.strategies.replicate import Replicate
 from axonml_jax.strategies.shard import ReduceWire, Shard, ShardingStrategy, Wire
@@ -262,7 +262,7 @@ class FSDP(ParallelModel):
       reduce_wire: parts of gradients travel as "bf16" or "int8" to the device that sums them, in float32 (as in `ax.Shard`);
         "int8-feedback" adds what rounding left out of a device's gradients to its next ones (SHARD_OPTIMIZER).
         None: a reduce-scatter in the dtype of gradients.
-      update: "shards", or "whole" for optimizers that are refused on them.
+      update: "shards", or "whole": every rank gathers whole arrays, for optimizers that are refused on shards.
       remat: what the backward recomputes, unit by unit: None, "full", "selective" (all but weight multiplications), or all but
         what regular expressions, or a policy, name (see `ax.Plan`).
       memory: bytes of a device for a step, as "76GiB", or a share of it, as 0.9: what is recomputed is found so that it fits.
@@ -438,7 +438,7 @@ def place(
       An NNX module, or of a Linen module its variables: arrays on your mesh, by your names of its axes.
 
     Raises:
-      TypeError, ValueError: as `parallelize`, and for what takes effect in a step of this library alone.
+      TypeError, ValueError: as `parallelize`; before anything is allocated, for options that only a step of this library obeys.
 
     >>> import jax
     >>> import axonml_jax as ax
@@ -447,8 +447,19 @@ def place(
     >>> ax.place(nnx.Linear(4, 8, rngs=nnx.Rngs(0)), mesh).kernel.sharding.mesh.axis_names
     ('data', 'fsdp')
     """
+    if isinstance(plan, Plan):
+        _refuse_idle(plan)
     parallel = parallelize(model, mesh, plan, params=params, seed=seed)
-    own = parallel.plan
+    if isinstance(model, linen.Module):
+        return _named_as(parallel.module.variables, mesh)
+    module = parallel.module
+    with nnx.use_eager_sharding(False):
+        nnx.update(module, _named_as(nnx.state(module), mesh))
+    return module
+
+
+def _refuse_idle(own: Plan) -> None:
+    """Refuse what a plan says of a step and not of where arrays rest: a loop of the user's own would not do it."""
     idle = {
         "pipe": own.pipe is not None,
         "rounds, or ranks that train models of their own": bool(own.rounds) or own.independent,
@@ -460,19 +471,15 @@ def place(
         f"draws={own.draws!r}": own.draws != "shards",
         f"kernels={own.kernels!r}": own.kernels != "auto",
         f"batch_stats={own.batch_stats!r}": own.batch_stats != "global",
+        f"update={own.update!r}": own.update != "shards",
         "check_vma=True": own.check_vma,
     }
+    idle |= {f"{'*'.join(as_axes(axis))}={in_words(each)}": not each.exact for axis, each in own.strategies.items()}
     if asked := [name for name, there in idle.items() if there]:
         raise ValueError(
             f"ax.place says where arrays lie, and {', '.join(asked)} of the plan would have no effect in a loop of your "
             "own: leave it out, or train by parallelize(model, mesh, plan).trainer(tx, loss_fn)"
         )
-    if isinstance(model, linen.Module):
-        return _named_as(parallel.module.variables, mesh)
-    module = parallel.module
-    with nnx.use_eager_sharding(False):
-        nnx.update(module, _named_as(nnx.state(module), mesh))
-    return module
 
 
 def _named_as(tree: PyTree, mesh: Any) -> PyTree:
@@ -544,7 +551,7 @@ class Pipeline(ParallelModel):
         `data`, `fsdp` (parameters sharded inside a stage), and those of parallel layers.
       num_microbatches: into how many parts the rows of a batch shard are cut.
       schedule: an `ax.PipelineSchedule` or its name.
-      chunks: stages per device; None: 2 for the interleaved schedule, else 1; of modules as many as there are.
+      chunks: stages per device; None: 2 for the interleaved schedule, else 1; given modules, as many as they make.
       split: module paths at which the second and later stages begin; None: by balanced cost.
       gather: with `fsdp`, "step" gathers a device's stages once per step, "chunk" when a device turns to another of its
         stages, "tick" whenever one is used.

@@ -81,8 +81,8 @@ def follow(
     """Yield an object that computes the logits [b, v] after a growing text [b, s] in eval mode, of at most `width` positions.
 
     Args:
-      model: a causal one.
-      width: positions.
+      model: a parallel model of a causal language model.
+      width: the most positions of the text.
       starts, in_pieces: see `Cached`.
     """
     if models.keeps_caches(model._functional.abstract_module) and model._placement.stages is None:
@@ -105,7 +105,7 @@ def evaluating(model: ParallelModel) -> Iterator[None]:
 def even_logits(model: ParallelModel) -> Callable[[np.ndarray], jax.Array]:
     """Wrap the model's call for any number of prompts: it is padded to a multiple of the batch axes, and the padding dropped.
 
-    Where positions are split, with as many more behind each as divide; a causal model does not see them.
+    Where an axis splits positions, prompts are padded behind to a length that divides; a causal model does not see the padding.
     """
     layout = model._placement.batch_layout
 
@@ -148,9 +148,8 @@ class _Extend:
                 logits, caches = models.extended(bound_model, tokens, caches, self.room, starts)
             axes = bound(VOCABULARY_AXES)
             logits = gather_whole(logits, axes, -1, invarying=True) if axes else logits
-            return (
-                logits if words in (None, logits.shape[-1]) else logits[..., :words]
-            ), caches  # padding is behind them
+            # The vocabulary's padding is behind its words.
+            return (logits if words in (None, logits.shape[-1]) else logits[..., :words]), caches
 
         def local(variables: Variables, tokens: jax.Array, caches: Any, starts: Any):
             call = reading(extend, view, placement, mode.precision, rewrites=False)

@@ -217,10 +217,9 @@ class EvaluatedModel:
         length = most if max_length is None else max_length
         if length is None:
             raise ValueError("the model does not say how many positions it sees: give max_length=")
-        if (most is not None and length > most) or batch_size < 1:
-            raise ValueError(
-                f"max_length={length} must be at most the model's {most}, batch_size={batch_size} at least 1"
-            )
+        if length < 1 or (most is not None and length > most) or batch_size < 1:
+            limit = "at least 1" if most is None else f"at most the model's {most} and at least 1"
+            raise ValueError(f"max_length={length} must be {limit}, batch_size={batch_size} at least 1")
         self.model, self.tokens_of, self.max_length, self.batch_size = model, tokenizer, length, batch_size
         self.max_gen_toks, self._key = max_gen_toks, jax.random.key(seed)
         self._prefix = _prefix(tokenizer) if prefix is None else tokenizer.id_of(prefix)
@@ -273,11 +272,13 @@ class EvaluatedModel:
         for (asked, _), numbers in groups.items():
             for start in range(0, len(numbers), self.batch_size):
                 batch = numbers[start : start + self.batch_size]
-                for number, text in zip(batch, self._written([prompts[n] for n in batch], asked), strict=True):
+                key = jax.random.fold_in(self._key, batch[0])  # a repeated request draws anew
+                written = self._written([prompts[n] for n in batch], asked, key)
+                for number, text in zip(batch, written, strict=True):
                     texts[number] = text
         return texts
 
-    def _written(self, prompts: Sequence[Sequence[int]], asked: Asked) -> Iterator[str]:
+    def _written(self, prompts: Sequence[Sequence[int]], asked: Asked, key: jax.Array) -> Iterator[str]:
         """Generate the texts that follow prompts of one length."""
         texts = [Continuation(self.tokens_of, prompt, asked.until, self._end) for prompt in prompts]
 
@@ -288,7 +289,7 @@ class EvaluatedModel:
 
         rows = np.asarray([*prompts, *[prompts[-1]] * (self.batch_size - len(prompts))], np.int32)
         with follow(self.model, self.max_length, in_pieces=True) as after:
-            continued(after, rows, asked.length, self._key, asked.sampling, after_token)
+            continued(after, rows, asked.length, key, asked.sampling, after_token)
         return (text.finish() for text in texts)
 
     def _scored(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:

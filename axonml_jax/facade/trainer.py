@@ -86,8 +86,8 @@ class Handed:
     """Watches an NNX module that a user keeps beside a parallel model, which trains copies of its arrays.
 
     Args:
-      module: given to the model, or made by it.
-      what: it is, in words.
+      module: the NNX module, given to the parallel model or made by it.
+      what: the module in words, as the warning names it.
     """
 
     def __init__(self, module: nnx.Module, what: str):
@@ -140,7 +140,7 @@ class SavedModel(abc.ABC):
         self._calls = 0
         self.loads = 0
         self._given: dict[str, str] = {}
-        self._hollow: Variables | None = None
+        self._unset: set[str] = set()  # names of variables that are placeholders
         self._handed: list[Handed] = []
         self._held_outside: weakref.WeakValueDictionary[int, nnx.Module] = weakref.WeakValueDictionary()
 
@@ -154,19 +154,22 @@ class SavedModel(abc.ABC):
 
     @property
     def hollow(self) -> bool:
-        """Whether the model was given as shapes and no values were loaded yet: its arrays are placeholders of zeros."""
-        return self.variables is self._hollow
+        """Whether the model was given as shapes, and some of its variables are placeholders of zeros still."""
+        return bool(self._unset)
 
     @property
     def values(self) -> Variables:
         """The variables, for computing; warns if the user's own module was changed since.
 
         Raises:
-          ValueError: when the model was given as shapes and has none yet.
+          ValueError: when the model was given as shapes and some variables have no values yet.
         """
         if self.hollow:
+            names, every = sorted(self._unset), named_variables(self._functional, self._functional.shapes)
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            some = f" for {', '.join(names[:5])}{more}" if len(names) < len(every) else ""
             raise ValueError(
-                "the model was given as shapes and has no values yet: load_state_dict, load_pretrained, or restore a "
+                f"the model was given as shapes and has no values yet{some}: load_state_dict, load_pretrained, or restore a "
                 "checkpoint first"
             )
         while self._handed:  # until the next use of the model
@@ -194,7 +197,7 @@ class SavedModel(abc.ABC):
     def take_leaves(self, arrays: Mapping[str, Any]) -> None:
         """Replace the variables by arrays that rest as those of `checkpoint_leaves` do."""
         self.variables = variables_of(self._functional, self.variables, arrays, self._rest)
-        self.loads, self._given = self.loads + 1, {}
+        self.loads, self._given, self._unset = self.loads + 1, {}, set()
 
     def _program(self, key: tuple, build: Callable[[], Any]) -> Any:
         key = (*key, self._mode)
@@ -216,10 +219,10 @@ class SavedModel(abc.ABC):
 
 
 class AveragedParams:
-    """A model's trained parameters alone, by the names that a checkpoint has below `AVERAGE`: restore them with `part=`.
+    """A model's trained parameters alone, by the names of a checkpoint's moving average below `ema/`: restore it with `part=`.
 
     Args:
-      model: takes them.
+      model: the model that takes the average as its parameters.
     """
 
     def __init__(self, model: SavedModel):
@@ -234,7 +237,9 @@ class AveragedParams:
     def take_leaves(self, arrays: Mapping[str, Any]) -> None:
         """Replace the parameters; all else stays."""
         kept = {name: leaf.array for name, leaf in self._model.checkpoint_leaves().items()}
+        unset = self._model._unset - {whole.removeprefix(MODEL) for whole in self._names.values()}
         self._model.take_leaves(kept | {whole: arrays[name] for name, whole in self._names.items()})
+        self._model._unset = unset
 
 
 # --------------------------------------------------------------------------------------------------
@@ -297,7 +302,7 @@ def _replaced(model: Functional, variables: Variables, values: dict[str, Any]) -
 
 
 def fitted(given: PyTree, held: PyTree, rule: str) -> PyTree:
-    """Convert a given tree to the structure and dtypes of the one we hold; leaves are matched by path name.
+    """Convert a given tree to the structure and dtypes of the tree `held`; leaves are matched by path name.
 
     Raises:
       ValueError: the rule, and every leaf that is missing, unexpected, of another shape or dtype, or deleted.
@@ -405,6 +410,8 @@ class Trainer(Generic[M]):
         Assigning one (of this trainer or of another like it, on the devices or on the host) continues from a copy of it.
 
         Raises:
+          RuntimeError: within `averaged()`.
+          TypeError: when something else than a TrainState is assigned.
           ValueError: listing every leaf of an assigned state that does not fit.
         """
         if self._averaged:
@@ -445,8 +452,9 @@ class Trainer(Generic[M]):
 
         So `optax.contrib.schedule_free_eval_params(trainer.opt_state, trainer.model.parameters())` works under every plan.
         Arrays stay split; under a pipeline, and where a split pads, they are copies. Replicas with optimizers of their own
-        (NO_SYNC, DiLoCo) have entries along dim 0. `ema`'s average is left out; `trainer.state.opt_state` is how all rests.
-        Its containers are copies: a step refuses to go on where a hyperparameter in one was changed, for which there is `lr`.
+        (NO_SYNC, DiLoCo) have entries along dim 0. The average of `ema` is left out; `trainer.state.opt_state` is the whole
+        state as it rests. Its containers are copies: a step after a hyperparameter was changed in one raises a ValueError; set
+        the learning rate by `lr`.
         """
         refuse_changed(self._shown)
         tree = self.train_step.optimizer.tree(self.state.opt_state)
@@ -471,21 +479,22 @@ class Trainer(Generic[M]):
 
         Raises:
           ValueError: when the state has no learning rate, or several that differ; to set, also when a schedule makes it.
+          RuntimeError: to set, within `averaged()`.
         """
         return injected_rate(self._state.opt_state)
 
     @lr.setter
     @no_mesh_around()
     def lr(self, rate: float) -> None:
-        self._shown = []
-        self._continue(replace(self._state, opt_state=with_rate(self._state.opt_state, rate)))
+        state, self._shown = self.state, []
+        self._continue(replace(state, opt_state=with_rate(state.opt_state, rate)))
 
     def _continue(self, state: TrainState, *, restored: bool = False) -> None:
         self._state, self._loads, self.hollow = state, self.model.loads, self.hollow and not restored
         self.model.variables = state.variables
         self._made = None  # read when somebody asks
         if restored:
-            self._compared, self.model._given = None, {}
+            self._compared, self.model._given, self.model._unset = None, {}, set()
 
     # Callbacks
 
@@ -641,6 +650,7 @@ class Trainer(Generic[M]):
           weights: what each batch counts for; None: a `WeightedMean` by its weight, anything else by the batch's rows.
 
         Raises:
+          TypeError: for one batch in the place of several.
           ValueError: when there are no batches, not a weight for each, or naming a metric whose shape is not that of other
             batches, or what is not the same in all processes.
         """
@@ -679,7 +689,8 @@ class Trainer(Generic[M]):
           What differs, leaf by leaf, and what could not be compared and why; print it.
 
         Raises:
-          ValueError: with `strict`, the same; where no trained parameter reaches the loss, as `step` does.
+          ValueError: with `strict`, where a leaf differs or nothing can be compared; always where no trained parameter reaches
+            the loss.
         """
         with no_mesh_around(), folding:
             from axonml_jax.training.evaluate import Differentiate
@@ -689,6 +700,8 @@ class Trainer(Generic[M]):
             batch = host_arrays(batch)
             model, training = self.model, self.model._mode
             view, variables, placement = model._functional, model.values, self.train_step.placement
+            # What is recomputed changes no number, and `memory` needs a step's compiled program.
+            placement = replace(placement, plan=replace(placement.plan, memory=None))
             given, whole = jax.tree.map(jnp.asarray, to_host((batch, model._rest.whole(variables, model.mesh))))
             key = jax.random.key(0)
             mode = Mode(training=training, precision=placement.plan.precision)
@@ -721,6 +734,7 @@ class Trainer(Generic[M]):
             batches that are arrays.
 
         Raises:
+          TypeError: for one batch in the place of several; without `predict_fn`, for batches that are no arrays.
           ValueError: when there are no batches, or naming what has no rows in dim 0, or is not the same in all processes.
         """
         with no_mesh_around(), folding:
@@ -739,8 +753,10 @@ class Trainer(Generic[M]):
     def averaged(self) -> Iterator[M]:
         """Within this context the model holds the moving average instead of its parameters: evaluate, generate, export.
 
+        A step in it raises a RuntimeError; parameters that are loaded in it are dropped at its end.
+
         Raises:
-          ValueError: when none is kept (`ema`).
+          ValueError: when no moving average is kept (`ema`).
         """
         own, self.model.variables, self._averaged = self.model.variables, self._average(), True
         try:
@@ -885,8 +901,8 @@ def _shapes(batch: PyTree) -> PyTree:
 def _plan_of(model: Any, view: Functional, given: Any, params: PyTree | None, split: PyTree) -> Plan:
     """The default plan of a model: the one that its annotations imply, if they name axes of the mesh.
 
-    Layers that split themselves have said all there is to say; and names that only rules would explain count for nothing on a
-    mesh that splits nothing but batches.
+    It is `Plan()` for a model whose layers split their parameters themselves, and, on a mesh that splits nothing but batches,
+    for annotations whose names only rules could map to axes.
     """
     if any(any(spec) for spec in named_leaves(split).values()):
         return Plan()
@@ -952,8 +968,8 @@ class ParallelModel(SavedModel):
     Attributes:
       plan: the plan.
       mesh: the `jax.sharding.Mesh`.
-      variables: the model's arrays as they rest (see `Variables`); a trainer's next step gives these very arrays up,
-        and one that is held over it can be neither read nor stepped from; `jax.tree.map(jnp.copy, ...)` keeps one.
+      variables: the model's arrays as they rest (see `Variables`); a trainer's next step donates them, after which an array
+        that was kept can be neither read nor stepped from; `jax.tree.map(jnp.copy, ...)` makes one that can.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -1000,7 +1016,8 @@ class ParallelModel(SavedModel):
         self._functional.state_joins()  # refused before anything is allocated
         check_model(self._placement, self._functional)
         self.variables: Variables = first_variables(self._functional, whole, self._rest, self.mesh)
-        self._hollow = self.variables if self._functional.hollow else None
+        adapters = {view.param_prefix + name for each in view.adapters.values() for name in (each.a, each.b)}
+        self._unset = set(named_variables(view, view.shapes)) - adapters if view.hollow else set()
         # Of a model without values there is nothing to compare, and what is loaded into it is compared then.
         self._given = {} if self._functional.hollow else checksums(named_variables(view, whole))
         self._remembered(model, f"the {type(model).__name__} that was given to the model")
@@ -1085,6 +1102,8 @@ class ParallelModel(SavedModel):
             taken_in(host_arrays(plain_tree(params))), now, "set_parameters takes a tree like parameters() returns"
         )
         self._updated = True if self._updated is None else self._updated
+        view = self._functional
+        self._unset -= {view.param_prefix + name for name in named_leaves(view.shapes.params)}
         self._lent = True  # an array that is where it belongs already stays the caller's own
         self.variables = replace(self.variables, params=self._rest.inside(fitting, self.mesh))
 
@@ -1110,6 +1129,7 @@ class ParallelModel(SavedModel):
         now, values = self._rest.whole(self.variables, self.mesh), host_arrays(values)
         whole, missing, unexpected = load_state_dict(self._functional, now, values, strict=strict)
         self.variables, self.loads = self._rest.place(whole, self.mesh), self.loads + 1
+        self._unset -= values.keys()
         from axonml_jax.training.same_everywhere import checksums
 
         taken = {name: value for name, value in values.items() if name not in unexpected}
@@ -1120,9 +1140,8 @@ class ParallelModel(SavedModel):
     def sync_parameters(self) -> None:
         """Give every rank the first rank's parameters and buffers, bit for bit.
 
-        A trainer's first step refuses processes that began with other values unless this was called before. Of parameters that
-        are split over processes each has had its own part from the beginning: load whole values in their place
-        (`load_state_dict`).
+        A trainer's first step refuses processes that began with other values unless this was called before. Parameters that are
+        split over processes are a mixture of theirs, which this leaves as it is: load whole values (`load_state_dict`).
         """
         from axonml_jax.training.evaluate import equalize
         from axonml_jax.training.same_everywhere import still_own
@@ -1327,8 +1346,9 @@ class ParallelModel(SavedModel):
           loss_fn: see `value_and_grad`.
           accumulate: microbatches per update and rank; None takes the plan's.
           max_grad_norm, norm_type: clip gradients to this global norm; its type is 1, 2 or `math.inf`.
-          max_nonfinite: skip updates whose loss or gradients are not finite; after that many in a row, all. None: never.
-          callbacks: told of steps, validations, checkpoints and the end (see `ax.Callback`).
+          max_nonfinite: skip updates whose loss or gradients are not finite, and after that many in a row every update; None:
+            skip none.
+          callbacks: called after steps, validations and checkpoints and at the end (see `ax.Callback`).
           layer_norms: measure the norms of gradients and parameters layer by layer too.
           eval_fn: what `evaluate` and `validate` compute, a loss and metrics as `loss_fn` returns them; None: `loss_fn`.
           ema: keep an exponential moving average of the parameters with this decay (see `Trainer.averaged`).

@@ -38,7 +38,7 @@ _NEAR = 0.95
 
 
 def budget_of(memory: str | float, mesh: Mesh) -> int:
-    """Bytes of a device that a plan's `memory` is.
+    """The bytes of a device that a plan's `memory` allows a step.
 
     Raises:
       ValueError: for a share of a device that does not say how much it has.
@@ -66,12 +66,12 @@ def peak_of(compiled: Any) -> int:
 def foreseen(placement: Placement, mesh: Mesh, args: tuple) -> Placement:
     """The placement of a step whose recomputation is chosen within its plan's `memory` from a trace alone, uncompiled.
 
-    The compiler of a machine that is not the one to train on says nothing about the peak. Within a share of an unknown device
-    nothing is recomputed.
+    The compiler of a machine that is not the one to train on says nothing about the peak. Where `memory` is a share of a
+    device, whose size is not known here, nothing is recomputed.
 
     Args:
       placement: the placement of a plan with `memory`, or any other, which comes back as it is.
-      mesh: it is traced for.
+      mesh: the mesh that the step is traced for.
       args: the step's arguments, arrays or shapes.
     """
     plan = placement.plan
@@ -92,12 +92,12 @@ class Budgeted:
 
     Args:
       step: a `TrainStep`, whose plan has `memory`.
-      mesh: it runs on.
+      mesh: the mesh that it runs on.
       accept: called with the program that is taken, before it first runs.
       options: options of `jax.jit`.
 
     Attributes:
-      found: what the program of the last call keeps; a word where only it fits.
+      found: what the program of the last call keeps (`Recompute`); "full" where only that fits.
     """
 
     def __init__(self, step: Any, mesh: Mesh, accept: Callable[[Any], None] | None, **options: Any):
@@ -217,7 +217,7 @@ class Budgeted:
     ) -> Any:
         """Makes and compiles the choice for an allowance: (choice, peak, `Compiled`, program); None: it is known.
 
-        A host has as much memory for each of its devices as the device, or more: so much is sent there, at most.
+        At most `budget` bytes are sent to host memory: a host is taken to have that much for each of its devices.
         """
         rates = _RATES[_platform(self._mesh)]
         chooser = WithinBytes(allowance, rates, self._fronts, host=budget, as_one=as_one)

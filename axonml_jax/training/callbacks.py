@@ -30,7 +30,7 @@ class TrainingEvent:
       step: updates made so far; of `on_save` those that the checkpoint holds.
       metrics: of `on_step` what `Trainer.step` returned: arrays on the devices, and whoever reads one waits for the step. Of
         `on_eval` the means over the validation, floats, or NumPy arrays of metrics that are arrays. Else empty.
-      path: for `on_save`, the checkpoint, which is whole on disk, or of one at a URL that; else None.
+      path: for `on_save`, the checkpoint's folder, which is complete on disk, or its URL in an object store; else None.
       reason: for `on_end`, "finished", "stopped" (by a signal), "diverged" or "failed" (by an error); else None.
     """
 
@@ -62,8 +62,8 @@ class Callback:
     def on_save(self, event: TrainingEvent) -> None:
         """Called after a checkpoint is committed, and before `on_end`.
 
-        Of an asynchronous one at the next point at which all processes know it: in one process the next step or save, in
-        several the next save or `CheckpointManager.wait`.
+        For an asynchronous checkpoint that is the next point at which all processes know of it: in one process the next step or
+        save, in several the next save or `CheckpointManager.wait`.
         """
 
     def on_end(self, event: TrainingEvent) -> None:
@@ -287,7 +287,7 @@ class Throughput:
       num_devices: devices that share the work.
       peak_flops: peak FLOP/s of one device; None where it is not known, and then there is no MFU.
       unit: what is counted: "tokens", or "examples".
-      before: how many more of them the first steps had, of batches of another size.
+      before: the units that earlier steps, of batches of another size, had beyond `tokens_per_step` each.
 
     >>> speed = Throughput(tokens_per_step=1000, flops_per_token=6e9, num_devices=2, peak_flops=12e12)
     >>> speed.of(num_steps=10, seconds=5.0)

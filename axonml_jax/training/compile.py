@@ -56,13 +56,13 @@ def compiler_options(placement: Placement, mesh: Mesh) -> dict[str, str] | None:
 class Compiled:
     """A jitted function, run with the passes that XLA:CPU needs where its mesh is on CPUs.
 
-    The ranks' collectives cannot overtake each other (`program/on_cpu.py`): where they could, on several
-    devices, what was traced is run in an order. And gradients of kernels are multiplied fast
-    (`program/on_cpu.py`).
+    Both are in `program/on_cpu.py`. Where the collectives of several devices could overtake each other, the traced program
+    is run with all of them in one order; and operands of the products that make kernels' gradients are transposed, which is
+    faster.
 
     Args:
       fun: the function.
-      mesh: that it runs on.
+      mesh: the mesh that it runs on.
       accept: called with every program compiled for a call before it first runs; it may refuse it.
       reads: the user's function in it; what that reads outside must stay as it is (`Outside`).
       options: options of `jax.jit`; arguments by keyword are static.
@@ -108,10 +108,10 @@ class Compiled:
                     raise
 
     def inlined(self, *args: Any) -> Any:
-        """Run it on arrays that JAX traces, as a part of the program around it, whose options count and which donates.
+        """Run it on arrays that JAX traces, as a part of the program around it, whose compiler options and donation count.
 
         Raises:
-          TypeError: where the compiled program is to be accepted first.
+          TypeError: for a function with `accept`, as there is no compiled program of its own to accept.
         """
         if self._accept is not None:
             raise TypeError(
@@ -124,7 +124,7 @@ class Compiled:
         return self._inner._again("__call__", shapes, {}, args)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Traces it, as `jax.jit` does, with the passes for CPUs."""
+        """Traces the function, as `jax.jit` does, with the passes for CPUs."""
         return self._again("trace", args, kwargs)
 
     def as_written(self, *args: Any) -> Any:
@@ -134,7 +134,7 @@ class Compiled:
         return self.trace(*args) if kept is None else kept
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Lowers it, as `jax.jit` does, with the passes for CPUs."""
+        """Lowers the function, as `jax.jit` does, with the passes for CPUs."""
         return self._again("lower", args, kwargs)
 
     def _again(self, name: str, args: tuple, kwargs: dict, given: tuple | None = None) -> Any:

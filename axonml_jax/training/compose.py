@@ -37,7 +37,7 @@ class Gradients(NamedTuple):
       loss: the mean over the global batch.
       metrics: means over the global batch, by name.
       state: the model's state after the last microbatch, before ranks are made equal.
-      left_out: what the sums lack of this rank's gradients, where the plan feeds it back.
+      left_out: the residual: what rounding left out of this rank's gradients in the sums, where the plan feeds it back.
       norm: the norm of the gradients over all ranks, once it is measured.
     """
 

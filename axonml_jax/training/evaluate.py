@@ -201,8 +201,8 @@ def hooks_program(model: Functional, placement: Placement, mesh: Mesh) -> Callab
 
     def run(state: PyTree) -> PyTree:
         specs = rest_of(placement).buffer_specs(state)
-        manual = placement.axes.manual
-        return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=specs, axis_names=manual)(state)
+        options = {"axis_names": placement.axes.manual, "check_vma": placement.plan.check_vma}
+        return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=specs, **options)(state)
 
     return jax.jit(run)
 
@@ -492,7 +492,7 @@ def split_dims(
 
 
 def longer_dims(known: dict, small: Any, large: Any, axis: str) -> dict[int, tuple[str, ...]]:
-    """Adds the dims of an output that are longer where ranks have all positions of an axis to the dims that are known."""
+    """The dims of an output that are longer where ranks have all positions of an axis: `{dim: (*known axes, axis)}`."""
     sizes = zip(getattr(small, "shape", ()), getattr(large, "shape", ()), strict=True)
     return {dim: (*known.get(dim, ()), axis) for dim, (a, b) in enumerate(sizes) if a != b}
 
@@ -611,7 +611,7 @@ class Forward:
         placement, specs = self.placement, self.rest.specs(variables)
         arrays = placement.batch_layout.opened(arrays)
         dims, inner, sizes = self._dims(variables, arrays, static)
-        self.row_dims = dims  # of any number of rows
+        self.row_dims = dims  # the same for any number of rows
 
         def local(variables, key, arrays):
             key = shard_key(key, 0, key_number(placement))
@@ -871,7 +871,7 @@ def trained_read(step: TrainStep, variables: Variables, batch: PyTree) -> set[st
 
     def probed(read: Variables, key: jax.Array, batch: PyTree) -> tuple[jax.Array, PyTree]:
         found.update(step.objective.trained_read(read, key, batch))
-        loss, state = step.objective(read, key, batch)  # which stages are cut of
+        loss, state = step.objective(read, key, batch)  # a pipeline cuts its stages out of this program
         return loss.total, state
 
     def local(variables: Variables, batch: PyTree) -> jax.Array:

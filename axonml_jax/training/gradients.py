@@ -333,9 +333,9 @@ def gradients(
       variables: resting variables.
       key: the step's randomness.
       batch: this rank's rows, [b, ...] on every leaf that is not a scalar; b divides by the plan's `accumulate`.
-      scale: differentiate the loss times this factor, which the caller divides out of the gradients.
       sync: False leaves gradients and loss each rank's own (means over its rows).
-      left_out: what the last step's sums lacked of this rank's gradients; None: nothing is fed back.
+      scale: differentiate the loss times this factor, which the caller divides out of the gradients.
+      left_out: the residual of this rank's gradients from the last step's sums; None: nothing is fed back.
 
     Communicates: what the plan's strategies do, once, and one small all-reduce for loss and metrics.
     """
@@ -351,12 +351,16 @@ def gradients(
     loss, metrics, weight = means(found.losses, placement, count, sync)
     loss, metrics, slope = (loss, metrics, None) if found.finish is None else found.finish(loss, metrics)
     leaves, treedef = jax.tree.flatten(found.grads)
+    if (
+        slope is not None or weight is not None
+    ):  # in at least float32: float16 ends at 65504, fewer than a batch has tokens
+        leaves = [grad.astype(jnp.promote_types(grad.dtype, jnp.float32)) for grad in leaves]
+    if slope is not None:
+        leaves = [grad * slope.astype(grad.dtype) for grad in leaves]
+    if weight is not None:
+        leaves = [per_weight(grad, weight.astype(grad.dtype)) for grad in leaves]
     dtypes = [dtype for _, dtype, _ in rest_of(placement).parts(found.grads)]
     grads = [grad.astype(dtype) for grad, dtype in zip(leaves, dtypes, strict=True)]
-    if slope is not None:
-        grads = [grad * slope.astype(grad.dtype) for grad in grads]
-    if weight is not None:
-        grads = [per_weight(grad, weight.astype(grad.dtype)) for grad in grads]
     return Gradients(treedef.unflatten(grads), loss, metrics, found.state, found.left_out)
 
 

@@ -111,7 +111,7 @@ def chosen(finite: jax.Array, new: T, old: T) -> T:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a step's update becomes where it may have to be skipped.
+# Skipping a step's update: of float16, and of runs with `max_nonfinite`.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -214,9 +214,9 @@ class Counts(Kept):
 
     Attributes:
       rest: how a step's state rests.
-      name: theirs in checkpoints.
-      make: gives those of a run that begins.
-      per_model: whether each model has its own.
+      name: what their names in checkpoints begin with.
+      make: makes the scalars of a run's first step.
+      per_model: whether each model that is trained has its own scalars.
     """
 
     rest: Rest
@@ -225,14 +225,14 @@ class Counts(Kept):
     per_model: bool = False
 
     def first(self, params: PyTree, mesh: Mesh) -> PyTree:
-        """Their values for a run that begins."""
+        """The scalars of a run's first step, one for each model with `per_model`."""
         axes = self.rest.placement.axes.independent if self.per_model else ()
         shape = (self.rest.placement.ranks(axes),) if axes else ()
         counts = jax.tree.map(lambda count: jnp.broadcast_to(count, shape), self.make())
         return place(counts, self.specs(counts, between=True), mesh)
 
     def shapes(self, shapes: Any) -> PyTree:
-        """Their values for a run that begins."""
+        """The scalars of a run's first step; their shapes are one model's."""
         return self.make()
 
     def specs(self, value: PyTree, *, between: bool) -> PyTree:

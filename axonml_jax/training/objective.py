@@ -147,7 +147,8 @@ class Objective:
         """Runs the first sweep over the microbatches, where the loss needs one, and adds its results (`meaning/two_sweeps.py`).
 
         Args:
-          each: `each(fun, batches)`: of every microbatch `fun(variables, key, batch) -> (arrays, state)`, its arrays stacked.
+          each: `each(fun, batches)` calls `fun(variables, key, batch) -> (arrays, state)` on every microbatch and returns the
+            arrays, stacked along dim 0.
           variables: their shapes.
           key: what the loss itself draws with.
           rows: all rows of this rank.
@@ -310,9 +311,9 @@ def refuse_written(
     """Refuse a loss whose code, or the model's, writes into parameters: a step would drop that.
 
     Args:
-      names: parameters that are others afterwards.
-      runs: `run(variables, key, batch)`, with its batch: the first that can be traced tells what is really written, as loops
-        and `jax.checkpoint` hand values on as new ones.
+      names: parameters that are other arrays after the call.
+      runs: `run(variables, key, batch)`, with its batch: the trace of the first that can be traced tells what is really
+        written, as loops and `jax.checkpoint` hand unchanged values on as new arrays.
 
     Raises:
       ValueError: naming every parameter, and the remedy.
@@ -370,7 +371,8 @@ def refuse_moved(model: Functional, before: PyTree, after: PyTree, again: Callab
     Args:
       model: whose state it is.
       before, after: its state, while the evaluation is traced.
-      again: the state after, of a state before: traced where loops and `jax.checkpoint` hand values on as new ones.
+      again: maps the state before to the state after; it is traced where arrays differ, as loops and `jax.checkpoint` hand
+        unchanged values on as new arrays.
 
     Raises:
       ValueError: naming every statistic that changes, and the remedy.
@@ -401,7 +403,7 @@ class Differentiated(NamedTuple):
       grads: gradients of the resting parameters, summed over ranks and microbatches, in the dtype in which they accumulate.
       losses: this rank's, with a dim 0 of microbatches, or of one that is their sum.
       state: the model's state after the last microbatch.
-      left_out: what the sums lack of this rank's gradients, where the plan feeds it back.
+      left_out: the residual: what rounding left out of this rank's gradients in the sums, where the plan feeds it back.
       finish: what is done with the losses' sums over ranks (`Objective.finish`); None: nothing.
     """
 
@@ -421,7 +423,7 @@ class GradientEngine(abc.ABC):
       placement: how parameters are read and gradients reduced.
       parts: what a microbatch's loss is divided by, and the loss scale.
       sync: False leaves gradients each rank's own.
-      left_out: what the last step's sums lacked of this rank's gradients, which joins them; None: nothing is fed back.
+      left_out: the residual of the last step's sums, which is added to this rank's gradients; None: nothing is fed back.
     """
 
     objective: Objective

@@ -1002,7 +1002,7 @@ class OnShards:
         if plan.update == "whole" or not held:
             return None
         on_shards = cls(tx, placement, state, tuple(owners))
-        assert on_shards.program(jax.ShapeDtypeStruct((), jnp.float32))
+        on_shards.program(jax.ShapeDtypeStruct((), jnp.float32))  # refuses what shards cannot do
         return on_shards
 
     def program(self, loss: Any) -> ShardedProgram:
@@ -1014,16 +1014,18 @@ class OnShards:
         """The program of the optimizer's first state, from the parameters."""
         return self._read(_traced(self.tx.init, _whole_shapes(self.placement.params))[0], self._owners)
 
-    @functools.cache  # noqa: B019  # an update is traced once per trainer, which holds this
-    def _program(self, loss: Any) -> ShardedProgram:
+    @functools.cached_property
+    def _program(self) -> Callable[[Any], ShardedProgram]:
         params, state = self._owners
-        return self._read(self._whole(loss), ((*params, *state, *params, None), (*params, *state)))
+        owners = ((*params, *state, *params, None), (*params, *state))
+        return functools.cache(lambda loss: self._read(self._whole(loss), owners))
 
-    @functools.cache  # noqa: B019  # likewise
-    def _whole(self, loss: Any) -> Program:
-        """The traced update of full arrays."""
+    @functools.cached_property
+    def _whole(self) -> Callable[[Any], Program]:
+        """The traced update of full arrays, for a loss of a dtype; traced once per dtype."""
         trees = (self.placement.params, self.state, self.placement.params)
-        return _traced(self._apply, *map(_whole_shapes, trees), jax.ShapeDtypeStruct((), loss))[0]
+        shapes = [_whole_shapes(tree) for tree in trees]
+        return functools.cache(lambda loss: _traced(self._apply, *shapes, jax.ShapeDtypeStruct((), loss))[0])
 
     def _apply(self, grads: PyTree, opt_state: PyTree, params: PyTree, loss: Any) -> tuple[PyTree, PyTree]:
         return apply(self.tx, grads, opt_state, params, loss)

@@ -121,7 +121,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _is_on_host(x: Any) -> bool:
-    """Whether it is an array whose values this process can read."""
+    """Whether a value is an array that is not deleted and that this process can read in full."""
     return _is_array(x) and not is_deleted(x) and getattr(x, "is_fully_addressable", True)
 
 
@@ -138,8 +138,8 @@ class _Search:
     """Searches for all ways from a function to arrays that it reads.
 
     Args:
-      fun: where it begins.
-      arrays: they end there; one of NumPy, into which values were copied, at any of the same numbers.
+      fun: the function at which every way begins.
+      arrays: the arrays at which ways end; for one of NumPy, which JAX may have copied, any array of equal values is an end.
     """
 
     def __init__(self, fun: Any, arrays: Iterable[Any]):

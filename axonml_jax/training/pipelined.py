@@ -54,8 +54,8 @@ def pipelined_loss(
 ) -> tuple[Loss, Callable | None]:
     """The loss of this rank's rows: a plain mean over its microbatches, or the sums of a weighted one.
 
-    As many microbatches as the plan's number and the rows have in common. Besides, what is done with its sum over ranks
-    (`Objective.finish`).
+    There are as many microbatches as the plan's number and the rows have in common. Also returns what is to be done with the
+    loss's sum over ranks (`Objective.finish`).
     """
 
     def fun(params: PyTree, frozen: PyTree, state: PyTree, key: jax.Array, batch: PyTree):

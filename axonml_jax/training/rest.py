@@ -220,8 +220,8 @@ class Rest(abc.ABC):
     def loss(self, objective: Objective, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, Any]:
         """Returns the loss of this rank's rows without gradients, in microbatches, so that it needs no more memory than a step.
 
-        As many as the plan's number and the rows have in common. What is gathered when it is used is so in every microbatch.
-        Besides, what is done with its sum over ranks (`Objective.finish`).
+        There are as many microbatches as the plan's number and the rows have in common; a plan that gathers parameters at their
+        use gathers them in each. Also returns what is to be done with the loss's sum over ranks (`Objective.finish`).
         """
         layout, plan = self.placement.batch_layout, self.placement.plan
         model, count = objective.model, layout.common_count(batch, plan.microbatches)
@@ -693,7 +693,7 @@ class InRounds(Stacked):
 
 
 # --------------------------------------------------------------------------------------------------
-# One axis is left to XLA's partitioner: a step's `shard_map` sees leaves whole along it, between steps they are split.
+# Axes that are left to XLA's partitioner: a step's `shard_map` sees leaves whole along them; between steps they are split.
 # --------------------------------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ class RoundState:
 
     Attributes:
       own: the trained parameters of every replica, stacked along dim 0.
-      kept: what replicas keep together of each outer parameter, such as its momentum.
+      kept: the state that replicas share for each outer parameter, such as its momentum.
     """
 
     own: PyTree
@@ -38,7 +38,7 @@ class RoundState:
 class Rounds(StepTransform):
     """A step updates each replica's own parameters in the place of the outer ones; every `every`-th step ends a round.
 
-    Nothing inside it can see the outer parameters, nor what replicas keep together.
+    Transforms inside it see neither the outer parameters nor the state that replicas share.
     """
 
     placement: Placement

@@ -35,9 +35,9 @@ class RestingState(NamedTuple):
     """The resting forms of a run's whole state.
 
     Attributes:
-      rest: its variables.
-      optimizer: the optimizer's state.
-      kept: what the step's transforms keep, by name.
+      rest: the form of the model's variables.
+      optimizer: the form of the optimizer's state.
+      kept: the form of what the step's transforms keep, by name.
     """
 
     rest: Rest
@@ -211,8 +211,8 @@ def _named(prefix: str, tree: PyTree) -> dict[str, Leaf]:
 # Are replicas still equal? A checksum of every array on every device, compared among the devices that should hold the
 # same.
 #
-# A replicated array in which a bit has flipped, or that a step has made otherwise on one device, stays so without a
-# word: every device goes on with its own.
+# Nothing else notices a replicated array in which a bit has flipped, or that a step has made otherwise on one device:
+# every device goes on with its own.
 # --------------------------------------------------------------------------------------------------
 
 _SHOWN = 3
@@ -227,8 +227,8 @@ class UnequalReplica:
     """A device whose arrays differ from those of the devices that should hold the same.
 
     Attributes:
-      device: the one whose arrays differ from those of most others.
-      process: that it belongs to.
+      device: the id of the device whose arrays differ from those of most others.
+      process: the index of the process that it belongs to.
       names: the paths of the arrays, in their order.
       certain: whether most others agree; of two that differ nobody knows which is wrong.
     """
@@ -309,15 +309,25 @@ def _program(leaves: Sequence[jax.Array]) -> Any:
 
 
 def checksum(array: jax.Array) -> jax.Array:
-    """Two 32-bit checksums, of which at least one changes when a bit flips, or when two elements are exchanged.
+    """Two 32-bit checksums of an array's words: their sum, and the sum of hashes of each word with its place.
+
+    Any one flipped bit changes both; several changes, such as elements exchanged or negated, change the second but for a
+    chance of 2^-32.
 
     >>> checksum(jnp.array([1.0, 2.0])).tolist() == checksum(jnp.array([2.0, 1.0])).tolist()
     False
     """
     words = _words(array).ravel()
-    weights = 2 * jax.lax.iota(jnp.uint32, words.size) + 1
+    places = jax.lax.iota(jnp.uint32, words.size) * jnp.uint32(0x9E3779B9)
     total = lambda each: jnp.sum(each, dtype=jnp.uint32)
-    return jnp.stack([total(words), total(words * weights)])
+    return jnp.stack([total(words), total(_hashed(words ^ _hashed(places)))])
+
+
+def _hashed(words: jax.Array) -> jax.Array:
+    """A hash of every word, another one for every word: the finalizer of MurmurHash3."""
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        words = (words ^ (words >> shift)) * jnp.uint32(factor)
+    return words ^ (words >> 16)
 
 
 def _words(array: jax.Array) -> jax.Array:

@@ -73,8 +73,8 @@ class Runs:
     """Groups a rank's parameters for the update: neighbours that are updated alike become one flat array.
 
     Args:
-      program: the update; None: no parameters are one.
-      trees: its arguments that belong to parameters; the parameters are the last.
+      program: the update; None: every parameter stays an array of its own.
+      trees: the update's arguments that belong to parameters; the parameters themselves are the last.
     """
 
     def __init__(self, program: ShardedProgram | None, trees: Sequence[Tree]):

@@ -35,10 +35,10 @@ class TrainState:
         - `loss_scale`: of float16 training.
         - `guard`: counts of skipped updates, where non-finite ones are skipped (`max_nonfinite`).
         - `strategies`: what strategies keep between steps, by axis (see `ax.Stateful`).
-        - `rounds`: replicas' own parameters where they train by themselves for rounds of steps (`ax.DiLoCo`), and what they
-          keep together; `variables` are then the outer ones.
-        - `left_out`: what the sums of the last step lacked of every rank's gradients, [ranks, *shape] for every trained
-          parameter, where a strategy feeds it back (`ax.Lossy`).
+        - `rounds`: replicas' own parameters where they train by themselves for rounds of steps (`ax.DiLoCo`), and the state
+          that they share; `variables` are then the outer parameters.
+        - `left_out`: the residual of the last step's sums: what rounding left out of every rank's gradients, [ranks, *shape]
+          for every trained parameter, where a strategy feeds it back (`ax.Lossy`).
     """
 
     step: jax.Array

@@ -173,7 +173,12 @@ class TrainStep:
         own = self._own(state, inwards=True)
         made = composed(self._gradients, "around_gradients", self.transforms)(Reading(own, batch))
         after, more = composed(self._update, "around_update", self.transforms)(made, own)
-        metrics = {**made.metrics, "loss": made.loss, "grad_norm": made.norm, **more}
+        metrics = {"loss": made.loss, "grad_norm": made.norm, **more}
+        if taken := sorted(metrics.keys() & made.metrics.keys()):
+            raise ValueError(
+                f"loss_fn returned metrics named {taken}, which a step reports itself: give them other names"
+            )
+        metrics = {**made.metrics, **metrics}
         return self._own(replace(after, step=state.step + 1), inwards=False), self.rest.stored(metrics)
 
     def _gradients(self, reading: Reading) -> Gradients:

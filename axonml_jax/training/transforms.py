@@ -44,12 +44,12 @@ def transforms_of(
 ) -> tuple[StepTransform, ...]:
     """The transforms that a plan on its mesh, a trainer and a model ask for, the outermost first.
 
-    Nothing is imported for what nobody asks for. Behind each stands what it is around.
+    Nothing is imported for what nobody asks for. A comment behind each names the function that it wraps.
 
     Args:
       rest: how a step's state rests, with the placement of a step (`in_round`).
       options: what the trainer asks for.
-      model: None: nobody runs them, and what they keep is asked for alone.
+      model: the model; None where transforms are only asked for what they keep (`kept_of`) and are not run.
     """
     placement, plan = rest.placement, rest.placement.plan
     found: list[StepTransform] = []

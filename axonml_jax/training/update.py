@@ -81,9 +81,9 @@ def sync_buffers(before: PyTree, state: PyTree, placement: Placement, model: Fun
     """Joins the model's own state over ranks after a step, so that all go on with the same.
 
     A leaf that a module class declares (`Functional.state_joins`) joins over all ranks that train one model as declared. Of
-    the others, with `batch_stats="global"` floating leaves become the mean over ranks (exact for averages of per-example
-    values) and the rest the first rank's; leaves that the forward pass joined itself are left alone. With "local" and
-    `broadcast_buffers` all become the first rank's; without, each rank keeps its own.
+    the others, with `batch_stats="global"` floating and complex leaves become the mean over ranks (exact for averages of
+    per-example values) and the rest the first rank's; leaves that the forward pass joined itself are left alone. With "local"
+    and `broadcast_buffers` all become the first rank's; without, each rank keeps its own.
 
     Args:
       before: this rank's state at the start, the same on all ranks that train one model.
@@ -109,7 +109,7 @@ def sync_buffers(before: PyTree, state: PyTree, placement: Placement, model: Fun
         joined = plan.batch_stats == "global" and synchronized(path_name(path))
         if joined or not axes or (plan.check_vma and not varying_axes(leaf) & set(axes)):
             return leaf
-        if plan.batch_stats == "global" and jnp.issubdtype(leaf.dtype, jnp.floating):
+        if plan.batch_stats == "global" and jnp.issubdtype(leaf.dtype, jnp.inexact):
             return _mean(leaf, axes, placement)
         return first_ranks(leaf, axes)
 
