@@ -30,7 +30,7 @@ def rules_of(exclude: Rule | Collection[Rule], *, paths: bool = True) -> tuple[R
 
     Args:
       exclude: one rule or several.
-      paths: whether layers have paths yet.
+      paths: whether rules may be paths; in a `with` block layers have none yet.
 
     Raises:
       TypeError: for anything else, and for paths where there are none.
@@ -127,7 +127,7 @@ class _Block:
             for name, change in parts.items():
                 part = getattr(layer, name) if name else layer
                 swap.apply(part, change)
-                self.entries.pop(id(part), None)  # a projection is told of with its attention
+                self.entries.pop(id(part), None)  # the attention layer's entry stands for its projections
         self.entries[id(layer)] = SwappedLayer(f"{kind.__name__} {number}", kind.__name__, became, why)
         self.layers.append(layer)
         self.report.entries[:] = self.entries.values()
@@ -209,11 +209,11 @@ def auto_parallelize(
     `auto_parallelize(model, mesh)` swaps the layers of a model that exists; `with auto_parallelize(mesh) as report:` those of
     every model made in the block, by this thread. `Linear`, `LinearGeneral`, `Einsum`, `Embed`, `Conv` and
     `MultiHeadAttention` (their own types, not subclasses) keep their parameters, names and results; where no axis is bound
-    they stay the plain layers. A layer alone gathers its output. With `example`, the model's program is traced, and linear
-    layers (`Linear`, `LinearGeneral`, `Einsum`) whose outputs reach other ones through operations that treat all parts alike,
-    such as activations, or attention of heads, are paired with them (Megatron's column and row): nothing is gathered between.
-    The result never depends on any of this, nor on how code reads parameters: to all but its own layer a split one is whole
-    (gathered where it is read).
+    they stay the plain layers. A layer that is not paired gathers its output. With `example`, the model's program is traced,
+    and linear layers (`Linear`, `LinearGeneral`, `Einsum`) whose outputs reach other ones through operations that treat all
+    parts alike, such as activations, or attention of heads, are paired with them (Megatron's column and row): nothing is
+    gathered between. The result never depends on any of this, nor on how code reads parameters: all code but its own layer
+    sees a split parameter gathered.
 
     Args:
       model: an `nnx.Module`, on arrays or on shapes.

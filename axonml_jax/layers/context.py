@@ -285,18 +285,18 @@ def _among(ring: Ring) -> list[list[int]] | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Positions that stand as ranks hold them, back in the sequence's own order, inside `shard_map`.
+# Arrays whose positions lie in the ranks' order, brought back into the sequence's order, inside `shard_map`.
 # --------------------------------------------------------------------------------------------------
 
 
 def put_back(x: jax.Array, dim: int, axis: str, order: Order) -> jax.Array:
-    """A rank's part of an array in the order of the sequence, from its part in the order of ranks.
+    """Returns a rank's contiguous part of the sequence, from the positions that it holds in another order.
 
     Args:
       x: [..., c, ...] (c positions of this rank).
-      dim: holds positions.
+      dim: the dim that holds positions.
       axis: the mesh axis over whose ranks they are split.
-      order: in which these hold them.
+      order: the order in which the ranks hold them.
 
     Returns:
       [..., c, ...]: positions r * c to (r + 1) * c of the sequence.
@@ -414,7 +414,7 @@ def _joined(x: jax.Array, trailing: int) -> jax.Array:
 
 
 def even_runs(ring: Ring, keys: int) -> tuple[tuple[int, ...], int, int]:
-    """The starts of a piece's runs of equally spaced keys, the keys of each, and their spacing; keys are in order."""
+    """The starts of a piece's runs of equally spaced keys, the number of keys of each, and their spacing; keys are in order."""
     if ring.piece_ranks == ring.ranks or ring.order == "contiguous":
         return (0,), keys, 1
     if ring.order == "zigzag":
@@ -609,7 +609,8 @@ def context_attention(
       [b, c, n, e], in the dtype of v.
 
     Raises:
-      ValueError: for shapes, rules or methods that do not fit, all of them at once.
+      ValueError: for shapes and rules that do not fit, all at once; for a method that the heads or ranks do not allow; and for
+        a kernel that is asked for by name and does not apply.
 
     Communicates: "gather": an all-gather of keys and values, 2(N-1)bcgd elements, and again in the backward, with a
     reduce-scatter of as many. "ulysses": four all-to-alls each way, (N-1)/N of all elements of q, k, v and the result. "ring":

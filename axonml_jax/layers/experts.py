@@ -54,7 +54,8 @@ class SoftmaxRouter:
     Attributes:
       top_k: k, experts per token.
       renormalize: whether the k gates are divided by their sum (Mixtral); else they are the probabilities (Switch).
-      noise: standard deviation of what is added to the scores by which experts are chosen, in train mode; gates stay without.
+      noise: standard deviation of the noise that is added, in train mode, to the scores by which experts are chosen; gates are
+        computed without it.
     """
 
     top_k: int = 2
@@ -78,7 +79,7 @@ class SoftmaxRouter:
 
         Args:
           scores: [T, E], at least float32.
-          bias: None.
+          bias: ignored: this router learns none.
           noise: [T, E] of standard deviation 1, or None.
         """
         probabilities = jax.nn.softmax(scores)

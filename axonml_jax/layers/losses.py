@@ -90,7 +90,7 @@ def padded_words(name: str, block: int, axes: tuple[str, ...], words: int | None
       name: of the loss, for the message.
       block: the words and the padding that one rank has.
       axes: bound ones of the ranks.
-      words: as given.
+      words: the user's number of words, or None.
 
     Raises:
       ValueError: when so many words would not be split into such blocks.
@@ -104,7 +104,7 @@ def padded_words(name: str, block: int, axes: tuple[str, ...], words: int | None
 
 
 def is_word(block: int, axes: tuple[str, ...], words: int) -> jax.Array:
-    """Which rows of this rank's block are words rather than padding: booleans [block]."""
+    """Which entries of this rank's block of the vocabulary are words rather than padding: booleans [block]."""
     return axis_index(axes) * block + jnp.arange(block) < words
 
 
@@ -267,8 +267,8 @@ def chunked_cross_entropy(
 
     Args:
       x: [..., s, h] (s sequence, h hidden size), the same on every rank; with `sequence_parallel` [..., s/n, h].
-      table: [h, v/n] or [v/n, h] (v vocabulary), this rank's words; all of them where the axis is not bound, and what is
-        made of the parameter of a layer that `auto_parallelize` swapped.
+      table: [h, v/n] or [v/n, h] (v vocabulary), this rank's words; all of them where the axis is not bound, or where the table
+        is the parameter of a layer that `auto_parallelize` swapped, which code sees gathered.
       targets: integers [..., s], the same on every rank. Positions of negative ones have loss 0 and no gradient.
       axis: the mesh axis of n ranks that splits the vocabulary.
       chunk: words whose logits are there at once; the last chunk may be shorter.

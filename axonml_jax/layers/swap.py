@@ -30,11 +30,11 @@ from axonml_jax.program.program import Equation, Program, entry_of, follow, is_c
 class FusedColumnLinear(ColumnParallelLinear):
     """A `ColumnParallelLinear` whose output consists of `blocks` equal parts, each split over the ranks.
 
-    The kernel rests by plain columns, as every other; where it is multiplied with, ranks have swapped columns, so that each
-    has its own of every block. Made by `auto_parallelize`.
+    The kernel rests split by contiguous columns, as any other; before the product ranks exchange columns, so that each has its
+    part of every block. Made by `auto_parallelize`.
 
     Attributes:
-      blocks: how many.
+      blocks: the number of equal parts, such as 3 for queries, keys and values.
 
     Communicates: besides, an all-to-all of the kernel's and the bias's shard forward, and of their gradients' backward.
     """
@@ -42,7 +42,7 @@ class FusedColumnLinear(ColumnParallelLinear):
     blocks: int
 
     def columns(self) -> tuple[jax.Array, jax.Array | None]:
-        """The kernel and the bias that this rank multiplies with, of every block its part."""
+        """The kernel and the bias that this rank multiplies with: its part of every block."""
         kernel, bias = super().columns()
         own = lambda shard: own_of_blocks(shard, self.blocks, bound(self.axis))
         return own(kernel), None if bias is None else own(bias)
@@ -52,7 +52,7 @@ def own_of_blocks(shard: jax.Array, blocks: int, axes: AxisNames) -> jax.Array:
     """This rank's part of every block of a shard.
 
     Args:
-      shard: [..., d/n], this rank's part of a dim that is cut plainly.
+      shard: [..., d/n], this rank's contiguous part of the dim.
       blocks: k equal parts of that dim; k n divides d.
       axes: mesh axes of total size n.
 
@@ -273,7 +273,7 @@ class SplitAxes:
       axis: the axis that splits output features: `tensor`, or `row` where there is no `tensor`.
       ranks: its degree.
       into: into how many parts input features are split besides: col x depth.
-      is_grid: whether they are: then layers are AxoNN's 3-D ones.
+      is_grid: whether `into` is above 1: then layers are AxoNN's 3-D ones.
     """
 
     axis: str
@@ -336,7 +336,7 @@ class AutoReport:
 
     Attributes:
       axes: the mesh axes that split layers, with their degrees.
-      entries: one per layer, in the model's order.
+      entries: one per layer, in the model's order; in a `with` block in the order in which layers were made.
     """
 
     axes: dict[str, int]
@@ -385,7 +385,7 @@ def _common(group: list[SwappedLayer]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# How a dim that is split over ranks goes through one equation of a traced program, where it may (`program/program.py`).
+# How a dim that is split over ranks passes through one equation of a traced program (`follow` in `program/program.py`).
 # --------------------------------------------------------------------------------------------------
 
 
@@ -396,7 +396,7 @@ class Split:
     Attributes:
       dim: the dim that is split.
       sources: the layers whose outputs it is made of.
-      blocks: of how many equal parts behind each other the dim consists, each of them split.
+      blocks: the number of equal consecutive parts of the dim, each of which is split.
     """
 
     dim: int
@@ -437,7 +437,7 @@ def carried(equation: Equation, marks: Sequence[Mark], ranks: int) -> Mark | boo
 
 
 def _followed(equation: Equation, k: int, mark: Split, ranks: int) -> Split | None:
-    """Where operand k's split dim goes, and what becomes of its blocks."""
+    """The split dim of the result that operand k's split dim becomes, and its blocks; None if the operation mixes it."""
     op = equation.op
     if mark.blocks == 1:
         dim = follow(op, k, mark.dim, ranks)
@@ -512,7 +512,7 @@ class LayerPart(NamedTuple):
 
 
 def modes_of(model: nnx.Module) -> list[bool | None]:
-    """The modes in which the model's calls may differ: as it is, and training and evaluation if layers depend on it."""
+    """The modes to trace: None (as it is), and True (training) and False (evaluation) if layers have such a switch."""
     modules = [module for _, module in nnx.iter_graph(model) if isinstance(module, nnx.Module)]
     switches = any(hasattr(each, name) for each in modules for name in ("deterministic", "use_running_average"))
     return [None, True, False] if switches else [None]
@@ -529,7 +529,7 @@ def traced(
 
     Args:
       model: the model; a copy of it is traced.
-      paths: the layers of interest; None: as it is.
+      paths: the layers of interest, with the part that a rank has of each; None: the layer is whole.
       example: the call.
       ranks: into how many parts features are split.
       training: True or False switch the model as `model.train()` and `model.eval()` do.
@@ -596,7 +596,7 @@ Change = tuple[type, dict[str, Any], dict[str, PartitionSpec], str]
 
 GATHERS = "columns, gathers its output"
 EASY = {"scatter_input": True, "gather_output": True, "overlap": False}
-"""Of every 3-D layer: activations are whole between layers."""
+"""The attributes of every 3-D layer: activations are whole between layers."""
 
 
 class Left(Exception):  # not an error: the answer "no", with its reason
@@ -818,10 +818,11 @@ class Port:
 
     Attributes:
       out_size: size of the output dim that would be split.
-      out_dim: that dim, of so many dims of the output.
-      takes: how the layer takes an input of so many dims that is split along one of them: the change; None: it cannot.
-      opens: the change that leaves the output split, in so many blocks.
-      fuses: whether they may be more than one.
+      out_dim: `out_dim(ndim)`: that dim of an output of ndim dims.
+      takes: `takes(dim, ndim)`: the change by which the layer takes an input of ndim dims that is split along dim; None: it
+        cannot.
+      opens: `opens(blocks)`: the change that leaves the output split, in so many blocks.
+      fuses: whether there may be more than one block.
     """
 
     out_size: int
@@ -897,11 +898,12 @@ class Walk:
 
     Attributes:
       broken: layers whose output must be whole, each with the reason.
-      fused: those of them that may stay split in blocks, and in how many.
-      rows: layers that take a split input: along which of how many dims.
-      opened: layers whose output is split: along which dim.
+      fused: those of them that may stay split in blocks, with the number of blocks.
+      rows: layers that take a split input, with (the split dim, the input's number of dims).
+      opened: layers whose output is split, with the split dim.
       whole: layers that take a whole input.
-      steps: what the program does: see `doing`, the equation, and the sizes that a rank may see in each dim of each result.
+      steps: one for each equation: what it does (see `doing`), the equation, and the sizes that a rank may see in each dim of
+        each result.
     """
 
     def __init__(self, names: list[Path], ports: Mapping[Path, Port], columns: Mapping[Path, int], ranks: int):
@@ -1040,10 +1042,10 @@ class Pairs:
 
     Attributes:
       columns: layers whose output may stay split.
-      rows: layers that take it: along which of how many dims of their input.
+      rows: layers that take it, with (the split dim, the input's number of dims).
       read: layers whose parameters are read outside their own calls.
       why: of other layers, why their output may not stay split.
-      blocks: of columns that are several layers side by side, of how many.
+      blocks: the number of layers in columns that are several layers side by side.
     """
 
     columns: set[Path] = field(default_factory=set)
