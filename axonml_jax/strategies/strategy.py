@@ -311,36 +311,39 @@ def units(names: Sequence[str], wrap: Any, module_types: Mapping[str, type]) -> 
     >>> units(["embed/kernel", "blocks/0/w", "blocks/1/w"], None, {})
     {'blocks/0': [1], 'blocks/1': [2]}
     """
-    paths = _repeated(names) if wrap is None else _matching(names, wrap, module_types)
+    paths = set(_repeated(names) if wrap is None else _matching(names, wrap, module_types))
     found: dict[str, list[int]] = {}
     for i, name in enumerate(names):
-        around = [path for path in paths if name.startswith(path + "/")]
-        if around:
-            found.setdefault(max(around, key=len), []).append(i)
+        if (path := next((path for path in reversed(_around(name)) if path in paths), None)) is not None:
+            found.setdefault(path, []).append(i)
     return found
+
+
+def _around(name: str) -> list[str]:
+    """The paths of the modules around a leaf or a module, outer ones first."""
+    return [name[:end] for end, letter in enumerate(name) if letter == "/"]
 
 
 def _modules(names: Iterable[str]) -> list[str]:
     """The path of every module that holds a leaf, outer ones first."""
-    paths: dict[str, None] = {}
-    for name in names:
-        parts = name.split("/")
-        paths.update(dict.fromkeys("/".join(parts[:n]) for n in range(1, len(parts))))
-    return sorted(paths, key=lambda path: path.count("/"))
+    return sorted(dict.fromkeys(path for name in names for path in _around(name)), key=lambda path: path.count("/"))
 
 
 def _repeated(names: Sequence[str]) -> list[str]:
     """Outermost modules that are numbered (`blocks/0`, `Block_0`) and have leaves of the same names as a sibling."""
+    inside: dict[str, list[str]] = {path: [] for path in _modules(names)}
+    for name in names:
+        for path in _around(name):
+            inside[path].append(name[len(path) :])
     families: dict[tuple, list[str]] = {}
-    for path in _modules(names):
+    for path, leaves in inside.items():
         if numbered := re.fullmatch(r"(.*?)\d+", path):
-            inside = tuple(sorted(name[len(path) :] for name in names if name.startswith(path + "/")))
-            families.setdefault((numbered.group(1), inside), []).append(path)
-    chosen: list[str] = []
+            families.setdefault((numbered.group(1), tuple(sorted(leaves))), []).append(path)
+    chosen: dict[str, None] = {}
     for paths in families.values():
         if len(paths) > 1:
-            chosen += [path for path in paths if not any(path.startswith(outer + "/") for outer in chosen)]
-    return chosen
+            chosen |= dict.fromkeys(path for path in paths if chosen.keys().isdisjoint(_around(path)))
+    return list(chosen)
 
 
 def _matching(names: Sequence[str], wrap: Any, module_types: Mapping[str, type]) -> list[str]:
