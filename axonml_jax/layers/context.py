@@ -618,10 +618,10 @@ def context_attention(
     """
     split = current_split(axis)
     ranks = 1 if split is None else axis_size(axis)
-    split = split or ContextSplit(axis)
+    split, drops = split or ContextSplit(axis), (dropout_rate, dropout_key)
     window = (window, window) if isinstance(window, int) else window
     ids = segment_ids if isinstance(segment_ids, tuple) or segment_ids is None else (segment_ids, segment_ids)
-    if problems := list(_problems(q, k, v, window, ids, dropout_rate, dropout_key, bias, score_mod, sinks, kernel)):
+    if problems := list(_problems(q, k, v, window, ids, drops, bias, score_mod, sinks, block_size, kernel)):
         raise ValueError("context_attention: " + "; ".join(problems))
     heads, each_has = q.shape[2], (q.shape[1], k.shape[1])
     sizes = {"ranks": ranks, "heads": heads, "kv_heads": k.shape[2], "places": q.shape[1]}
@@ -740,8 +740,8 @@ def _axes_of(tree: Any, axis: str | None) -> tuple[str, ...]:
     return tuple(sorted(axes))
 
 
-def _problems(q, k, v, window, ids, rate, key, bias, score_mod, sinks, kernel) -> Iterator[str]:
-    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+def _problems(q, k, v, window, ids, drops, bias, score_mod, sinks, block_size, kernel) -> Iterator[str]:
+    shapes, (rate, key) = f"q {q.shape}, k {k.shape}, v {v.shape}", drops
     if not q.ndim == k.ndim == v.ndim == 4:
         yield f"{shapes} must be [rows, positions, heads, head size]"
         return
@@ -755,6 +755,8 @@ def _problems(q, k, v, window, ids, rate, key, bias, score_mod, sinks, kernel) -
         yield f"window={window!r} must be how many positions are seen before and after, or a pair of these"
     if ids is not None and (len(ids) != 2 or ids[0].shape != q.shape[:2] or ids[1].shape != k.shape[:2]):
         yield f"segment_ids of shapes {[x.shape for x in ids]} must be {q.shape[:2]} for queries and {k.shape[:2]} for keys"
+    if block_size is not None and block_size < 1:
+        yield f"block_size={block_size!r} must be a positive number of positions, or None"
     if kernel not in FORMS:
         yield f"kernel={kernel!r} must be one of {', '.join(FORMS)}"
     if bias is not None and score_mod is not None:
@@ -768,6 +770,8 @@ def _problems(q, k, v, window, ids, rate, key, bias, score_mod, sinks, kernel) -
             "dropout_key must be of the generator threefry (jax_threefry_partitionable=True): of others a rank "
             "cannot draw its own elements alone"
         )
+    elif rate and key is not None and _key_data(key).shape[:-1] not in ((), q.shape[2:3]):
+        yield f"dropout_key has {_key_data(key).shape[0]} keys: give one, or one for each of the {q.shape[2]} query heads"
 
 
 def _is_window(window: Any) -> bool:
