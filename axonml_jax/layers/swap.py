@@ -136,8 +136,11 @@ class SplitEinsum(nnx.Einsum):
         axes = bound(self.mesh_axis)
         if not axes:
             return super().__call__(inputs, einsum_str, out_sharding)
-        if self.einsum_str is None:
-            raise ValueError(f"SplitEinsum was split by the letter {self.letter!r} of its own equation, which is gone")
+        if self.einsum_str is None or (einsum_str is not None and _spelled(einsum_str) != _spelled(self.einsum_str)):
+            raise ValueError(
+                f"auto_parallelize split this Einsum by the letter {self.letter!r} of its equation {self.einsum_str!r}, and "
+                f"this call computes {einsum_str!r}: leave the layer out, auto_parallelize(..., exclude=its path in the report)"
+            )
         kernel = own_part(self.kernel)
         ours = {"kernel": kernel, "kernel_shape": kernel.shape}
         if self.part == "row":
@@ -180,6 +183,10 @@ class SplitHeadsAttention(nnx.MultiHeadAttention):
         return super().__call__(inputs_q, inputs_k, inputs_v, mask=mask, **options)
 
 
+def _spelled(equation: str) -> str:
+    return equation.replace(" ", "")
+
+
 def result_dim(equation: str, letter: str) -> int:
     """The dim of an einsum's result that a letter names, counted from the side without an ellipsis.
 
@@ -200,7 +207,7 @@ def letters_of(equation: str) -> tuple[str, str, str]:
     >>> letters_of("bsh, hnd -> bsnd")
     ('bsh', 'hnd', 'bsnd')
     """
-    operands, _, result = equation.replace(" ", "").partition("->")
+    operands, _, result = _spelled(equation).partition("->")
     given, kernel = operands.split(",")
     return given, kernel, result
 
