@@ -478,6 +478,10 @@ def _without_effect(softcap: float | None, qk_norm: float | None, qk_centered: b
 def _checked_head_size(
     hidden_size, num_heads, kv_heads, head_size, rope_theta, window, causal, wrong: list[str]
 ) -> int:
+    if num_heads < 1 or kv_heads < 1:
+        raise ValueError(
+            f"TensorParallelAttention: num_heads {num_heads} and num_kv_heads {kv_heads} must be at least 1"
+        )
     size = hidden_size // num_heads if head_size is None else head_size
     if head_size is None and hidden_size % num_heads:
         wrong.append(f"hidden_size {hidden_size} is no multiple of num_heads {num_heads}: give head_size")

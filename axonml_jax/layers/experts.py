@@ -1,5 +1,6 @@
 """Mixture-of-experts layers: routers, their losses, and the layer."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -512,14 +513,16 @@ def _noise(key: jax.Array, scores: jax.Array) -> jax.Array:
 def _refuse_layer(layer: ParallelMoE, shared: int) -> None:
     sizes = {"hidden_size": layer.hidden_size, "inner_size": layer.inner_size, "num_experts": layer.num_experts}
     problems = [f"{name}={size} must be positive" for name, size in sizes.items() if size < 1]
+    if not hasattr(layer.choose, "problems"):
+        problems.append(f"router={layer.choose!r} must be an ax.SoftmaxRouter(...) or an ax.SigmoidRouter(...)")
     problems += [] if problems else layer.choose.problems(layer.num_experts)
     if layer.activation not in ACTIVATIONS:
         problems.append(f"activation={layer.activation!r} must be one of {', '.join(ACTIVATIONS)}")
     if layer.dispatch not in DISPATCHES:
         problems.append(f"dispatch={layer.dispatch!r} must be one of {', '.join(DISPATCHES)}")
     factor = layer.capacity_factor
-    if factor is not None and factor <= 0:
-        problems.append(f"capacity_factor={factor} must be positive, or None to drop no token")
+    if factor is not None and not 0 < factor < math.inf:
+        problems.append(f"capacity_factor={factor} must be positive and finite, or None to drop no token")
     if any(parts < 1 for parts in layer.groups) or len(layer.groups) > 2:
         problems.append(f"groups={layer.groups} must be one positive number, or two")
     if layer.groups != (1,) and factor is None:

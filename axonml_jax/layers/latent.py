@@ -173,13 +173,17 @@ class LatentAttention(nnx.Module):
 
         Args:
           x: [..., s, h], the same on every rank; [..., s/n, h] with `sequence_parallel`.
-          prefetch: None: nothing here is gathered ahead.
+          prefetch: must be None: no weights are gathered.
           packed: of rows of several documents, which of them each of the s positions belongs to.
 
         Returns:
           As x.
+
+        Raises:
+          ValueError: for `prefetch`.
         """
-        assert prefetch is None
+        if prefetch is not None:
+            raise ValueError("LatentAttention gathers no weights, so there is nothing to prefetch: leave prefetch out")
         plain, turned = self._queries(x, 0, packed.positions)
         latent, shared = self._latents(x)
         made = self._per_head(self.key_value(latent))
