@@ -40,7 +40,7 @@ class Chosen(NamedTuple):
     Attributes:
       experts: int32 [T, k], by falling score; equal scores go to the lower index.
       gates: [T, k], the weights of their outputs.
-      probabilities: [T, E], each row with the sum 1: what balances the load is made of them.
+      probabilities: [T, E], each row with the sum 1; the load-balance loss and the entropy are computed from them.
     """
 
     experts: jax.Array
@@ -228,7 +228,7 @@ def router_values(
 
     Args:
       choice: of this rank's T tokens.
-      scores: [T, E], that it was made of.
+      scores: [T, E], from which the router chose.
       mask: [T], True for a token that counts.
       kept: [T, k], whether a choice found a slot.
       rounds: int32 (), of this rank.

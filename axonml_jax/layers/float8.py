@@ -141,7 +141,7 @@ def _multiplied(form: ProductForm, left: Rounded, right: Rounded, *, backward: b
 # Which products of a traced program multiply by parameters, which of them may round to 8 bits, and why the others may
 # not.
 #
-# A product is by a parameter where one operand is made of parameters alone (casts, transposes, slices, sums of them)
+# A product is by a parameter where one operand depends on parameters alone (casts, transposes, slices, sums of them)
 # and the other is not. What lies between two such products is followed through loops, conditionals and checkpoints.
 # --------------------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class _Known:
 
     Attributes:
       data: whether it depends on anything but parameters and constants.
-      weights: of what does not, the parameters that it is made of.
+      weights: the parameters from which a value is computed that depends on no data; else none.
       last: the products by parameters that it depends on directly, not through another such product.
     """
 
@@ -220,7 +220,7 @@ def weight_products(
     Args:
       program: of a loss, or of a model's call.
       names: of every input the path of the parameter that it is; None: it is none.
-      stay: why products by something made of these parameters are left as they are, or None.
+      stay: `stay(parameters)`: why products by a value computed from these stay as they are; None: they need not.
     """
     finder = _Finder()
     given = [_Known(True) if name is None else _Known(weights=frozenset([name])) for name in names]

@@ -22,7 +22,7 @@ TILE = 4096
 """Elements of a tile of rows; one row where rows are longer."""
 
 SCALE, CUBIC = 0.7978845608028654, 0.044715
-"""Of the tanh form of GELU: 0.5 u (1 + tanh(SCALE (u + CUBIC u^3)))."""
+"""Constants of the tanh form of GELU: 0.5 u (1 + tanh(SCALE (u + CUBIC u^3)))."""
 
 
 def width_of(n: int) -> int:

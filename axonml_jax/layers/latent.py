@@ -28,8 +28,8 @@ class LatentCache:
     """The latent and the rotary key of each position, shared by all heads (b batch, t capacity).
 
     Attributes:
-      latent: [b, t, r], normed; keys and values of all heads are made of it.
-      turned: [b, t, d], the part of the key that all heads share.
+      latent: [b, t, r], normed; keys and values of all heads are computed from it.
+      turned: [b, t, d], the part of the key that all heads share, after its rotation.
       length: how many positions are filled, an integer scalar.
       starts: integer [b], how many positions of padding each row begins with; None: none.
     """
@@ -88,7 +88,7 @@ class WholeLinear(nnx.Linear):
 
 
 # --------------------------------------------------------------------------------------------------
-# `LatentAttention`: attention whose keys and values are made of a latent, its heads split over an axis (DeepSeek-V3).
+# `LatentAttention`: attention whose keys and values are computed from a latent, its heads split over an axis (DeepSeek-V3).
 # --------------------------------------------------------------------------------------------------
 
 

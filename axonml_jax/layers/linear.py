@@ -317,7 +317,8 @@ class VocabParallelEmbedding(nnx.Embed):
         Returns:
           [..., v/n], this rank's logits, as `vocab_parallel_cross_entropy` takes them; [..., v] with `gather_output`.
 
-        Communicates: one all-reduce of the query backward, or what sequence parallelism makes of it.
+        Communicates: one all-reduce of the query backward; with sequence parallelism one all-gather of it forward, an
+        all-gather and a reduce-scatter backward.
         """
         axes = bound(self.axis)
         if out_sharding is not None and not axes:

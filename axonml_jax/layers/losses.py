@@ -263,7 +263,7 @@ def chunked_cross_entropy(
     softcap: float | None = None,
     words: int | None = None,
 ) -> jax.Array:
-    """Cross entropy in nats of the logits `x @ table`: what `vocab_parallel_cross_entropy` makes of them, chunk by chunk.
+    """Cross entropy in nats of the logits `x @ table`, as by `vocab_parallel_cross_entropy`; only one chunk's exist at once.
 
     Args:
       x: [..., s, h] (s sequence, h hidden size), the same on every rank; with `sequence_parallel` [..., s/n, h].

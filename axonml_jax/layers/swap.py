@@ -402,7 +402,7 @@ class Split:
 
     Attributes:
       dim: the dim that is split.
-      sources: the layers whose outputs it is made of.
+      sources: the layers from whose split outputs it is computed.
       blocks: the number of equal consecutive parts of the dim, each of which is split.
     """
 
@@ -610,20 +610,23 @@ class Left(Exception):  # not an error: the answer "no", with its reason
     """Raised with the reason why a layer is not swapped."""
 
 
-def linear(layer: nnx.Linear, ground: SplitAxes) -> Change:
+def linear(layer: nnx.Linear, split_axes: SplitAxes) -> Change:
     """The change of a linear layer: by columns if they divide, else by rows."""
-    if ground.is_grid:
-        grid = Grid.of(ground.axes, False)
-        sizes = {"in_features": (layer.in_features, ground.into), "out_features": (layer.out_features, ground.ranks)}
+    if split_axes.is_grid:
+        grid = Grid.of(split_axes.axes, False)
+        sizes = {
+            "in_features": (layer.in_features, split_axes.into),
+            "out_features": (layer.out_features, split_axes.ranks),
+        }
         _divide(sizes)
         attributes = {**EASY, "grid": grid, "units": None}
         return ParallelLinear, attributes, {"kernel": grid.weight(), "bias": grid.bias}, "3-D, whole input and output"
-    if layer.out_features % ground.ranks == 0:
-        return column(ground.axis, gather_output=True)
-    if layer.in_features % ground.ranks == 0:
-        return row(ground.axis, input_is_parallel=False)
+    if layer.out_features % split_axes.ranks == 0:
+        return column(split_axes.axis, gather_output=True)
+    if layer.in_features % split_axes.ranks == 0:
+        return row(split_axes.axis, input_is_parallel=False)
     raise Left(
-        f"neither {layer.in_features} input nor {layer.out_features} output features divide over {ground.ranks} ranks"
+        f"neither {layer.in_features} input nor {layer.out_features} output features divide over {split_axes.ranks} ranks"
     )
 
 
@@ -656,46 +659,48 @@ def row(axis: str, *, input_is_parallel: bool) -> Change:
     return RowParallelLinear, attributes, {"kernel": PartitionSpec(axis, None)}, how
 
 
-def embed(layer: nnx.Embed, ground: SplitAxes) -> Change:
+def embed(layer: nnx.Embed, split_axes: SplitAxes) -> Change:
     """The change of a table: split by rows."""
-    if ground.is_grid:
-        grid = Grid.of(ground.axes, False)
-        _divide({"num_embeddings": (layer.num_embeddings, ground.into), "features": (layer.features, ground.ranks)})
+    if split_axes.is_grid:
+        grid = Grid.of(split_axes.axes, False)
+        _divide(
+            {"num_embeddings": (layer.num_embeddings, split_axes.into), "features": (layer.features, split_axes.ranks)}
+        )
         attributes: dict[str, Any] = {**EASY, "grid": grid}
         return ParallelEmbedding, attributes, {"embedding": grid.weight()}, "3-D, whole output"
-    _divide({"num_embeddings": (layer.num_embeddings, ground.ranks)})
+    _divide({"num_embeddings": (layer.num_embeddings, split_axes.ranks)})
     attributes = {
-        "axis": ground.axis,
+        "axis": split_axes.axis,
         "sequence_parallel": False,
         "gather_output": True,
         "overlap": False,
         "pads": False,
     }
-    return VocabParallelEmbedding, attributes, {"embedding": PartitionSpec(ground.axis, None)}, "rows of the table"
+    return VocabParallelEmbedding, attributes, {"embedding": PartitionSpec(split_axes.axis, None)}, "rows of the table"
 
 
-def conv(layer: nnx.Conv, ground: SplitAxes) -> Change:
+def conv(layer: nnx.Conv, split_axes: SplitAxes) -> Change:
     """The change of a convolution: split by channels."""
-    grid, groups = Grid.of(ground.axes, False), layer.feature_group_count
+    grid, groups = Grid.of(split_axes.axes, False), layer.feature_group_count
     _divide(
         {
-            "input channels per group": (layer.in_features // groups, ground.into),
-            "output channels": (layer.out_features, ground.ranks),
+            "input channels per group": (layer.in_features // groups, split_axes.into),
+            "output channels": (layer.out_features, split_axes.ranks),
         }
     )
     if groups > 1:
-        _divide({"groups": (groups, ground.ranks)})
+        _divide({"groups": (groups, split_axes.ranks)})
     attributes = {**EASY, "grid": grid}
     specs = {"kernel": grid.weight(len(layer.kernel_shape)), "bias": grid.bias}
     return ParallelConv, attributes, specs, "channels, gathers its output"
 
 
-def linear_general(layer: nnx.LinearGeneral, ground: SplitAxes) -> Change:
+def linear_general(layer: nnx.LinearGeneral, split_axes: SplitAxes) -> Change:
     """The change of an `nnx.LinearGeneral`: split by its first output dim."""
     if layer.batch_axis:
         raise Left("it has batch axes")
-    _divide({"in the first output dim, the only one that is split,": (layer.out_features[0], ground.ranks)})
-    return heads(layer, ground.axis, gather_output=True)
+    _divide({"in the first output dim, the only one that is split,": (layer.out_features[0], split_axes.ranks)})
+    return heads(layer, split_axes.axis, gather_output=True)
 
 
 def heads(layer: nnx.LinearGeneral, axis: str, *, gather_output: bool) -> Change:
@@ -713,16 +718,16 @@ def of_heads(layer: nnx.LinearGeneral, axis: str) -> Change:
     return SplitLinearGeneral, attributes, {"kernel": PartitionSpec(axis, *rest)}, "rows, takes a split input"
 
 
-def einsum(layer: nnx.Einsum, ground: SplitAxes) -> Change:
+def einsum(layer: nnx.Einsum, split_axes: SplitAxes) -> Change:
     """The change of an einsum: split by the first kernel letter that the result keeps and that divides."""
     if layer.einsum_str is None:
         raise Left("its equation is given with every call")
-    free = free_letters(layer, ground.ranks)
+    free = free_letters(layer, split_axes.ranks)
     if not free:
         raise Left(
-            f"no letter of the kernel in {layer.einsum_str!r} that only the result has divides over {ground.ranks}"
+            f"no letter of the kernel in {layer.einsum_str!r} that only the result has divides over {split_axes.ranks}"
         )
-    return einsum_column(layer, ground.axis, free[0], gather_output=True)
+    return einsum_column(layer, split_axes.axis, free[0], gather_output=True)
 
 
 def free_letters(layer: nnx.Einsum, ranks: int) -> list[str]:
@@ -759,7 +764,7 @@ def _letter_specs(layer: nnx.Einsum, axis: str, letter: str) -> dict[str, Partit
     return specs
 
 
-def attention(layer: nnx.MultiHeadAttention, ground: SplitAxes) -> dict[str, Change]:
+def attention(layer: nnx.MultiHeadAttention, split_axes: SplitAxes) -> dict[str, Change]:
     """The changes of an attention layer ("") and its projections: split by heads.
 
     Raises:
@@ -774,12 +779,15 @@ def attention(layer: nnx.MultiHeadAttention, ground: SplitAxes) -> dict[str, Cha
         raise Left("it normalizes queries and keys with parameters that all heads share")
     if layer.decode:
         raise Left("its cache holds all heads")
-    _divide({"heads": (layer.num_heads, ground.ranks), "key and value heads": (kv_heads, ground.ranks)})
+    _divide({"heads": (layer.num_heads, split_axes.ranks), "key and value heads": (kv_heads, split_axes.ranks)})
     changes = {
-        name: heads(getattr(layer, name), ground.axis, gather_output=False) for name in ("query", "key", "value")
+        name: heads(getattr(layer, name), split_axes.axis, gather_output=False) for name in ("query", "key", "value")
     }
-    changes["out"] = of_heads(layer.out, ground.axis)
-    return {"": (SplitHeadsAttention, {"mesh_axis": ground.axis}, {}, "heads, pairs its own projections"), **changes}
+    changes["out"] = of_heads(layer.out, split_axes.axis)
+    return {
+        "": (SplitHeadsAttention, {"mesh_axis": split_axes.axis}, {}, "heads, pairs its own projections"),
+        **changes,
+    }
 
 
 RULES: Mapping[type, Callable[[Any, SplitAxes], Change]] = {

@@ -634,8 +634,8 @@ class LocalRounds(abc.ABC):
     """Rounds of steps in which every rank of an axis trains parameters of its own.
 
     All ranks begin a round with the outer parameters. These are the model: what is evaluated, saved and exported. In a step
-    nothing travels along the axis. After the last step of a round the outer parameters are updated from what the ranks have
-    made of them, and every rank begins again.
+    nothing travels along the axis. After the last step of a round the outer parameters are updated from the ranks' trained
+    parameters, and every rank begins again.
 
     Attributes:
       every: H, the steps of a round; it ends where the number of updates divides by it.
@@ -651,7 +651,7 @@ class LocalRounds(abc.ABC):
     def round_copies(self) -> float:
         """Copies of what a rank trains that the end of a round holds at its peak, beside what rests.
 
-        What this step has made of its own parameters, their differences and the sums of these.
+        These are the rank's updated parameters, their differences from the outer ones, and the sums of the differences.
         """
         return 3
 
@@ -672,7 +672,7 @@ class LocalRounds(abc.ABC):
 
         Args:
           outer: the outer parameters of this round, as they rest, [*layout.shard].
-          own: what this rank has made of them.
+          own: this rank's parameters at the end of the round, shaped as `outer`.
           kept: what is kept of every leaf, as `first_kept` shapes it.
           layouts: the layouts of the leaves.
           axis: the strategy's.
