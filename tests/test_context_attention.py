@@ -291,6 +291,12 @@ def test_what_does_not_fit_is_refused_at_once():
         assert part in str(error.value)
     with pytest.raises(ValueError, match="generator threefry"):
         ax.context_attention(q, q, q, dropout_rate=0.5, dropout_key=jax.random.key(0, impl="rbg"))
+    for keys in (jax.random.split(jax.random.key(0), 2), jax.random.split(jax.random.PRNGKey(0), 2)):
+        with pytest.raises(ValueError, match="dropout_key has 2 keys: give one, or one for each of the 4 query heads"):
+            ax.context_attention(q, q, q, dropout_rate=0.5, dropout_key=keys)
+    for size in (0, -3):
+        with pytest.raises(ValueError, match=f"block_size={size} must be a positive number of positions"):
+            ax.context_attention(q, q, q, block_size=size)
     with pytest.raises(
         ValueError, match=r"method='ring2' must be one of auto, gather, ulysses, ring, or \(U, 'ring'\)"
     ):

@@ -67,6 +67,11 @@ def test_a_flat_bucket_is_one_launch_and_a_view_one_per_leaf():
     assert launches == {True: len(jax.tree.leaves(trainer.model.parameters())), False: 1}
 
 
+@pytest.mark.parametrize("given", [0, np.False_, False])
+def test_a_bucket_view_that_equals_false_is_false(given):
+    assert ax.Replicate(gradient_as_bucket_view=given).gradient_as_bucket_view is False
+
+
 def test_reduced_precision_communication_halves_the_bytes():
     full, batch = step_of("tied", 4)
     half, _ = step_of("tied", 4, comm_dtype="bfloat16")

@@ -274,6 +274,7 @@ REFUSED = {
     "activation": ({"activation": "relu"}, "activation='relu' must be one of swiglu"),
     "dispatch": ({"dispatch": "mail"}, "dispatch='mail' must be one of auto"),
     "capacity": ({"capacity_factor": 0.0}, "capacity_factor=0.0 must be positive"),
+    "endless capacity": ({"capacity_factor": float("inf")}, "capacity_factor=inf must be positive and finite, or None"),
     "groups without capacity": ({"groups": 2}, "parts with a capacity of their own: give capacity_factor"),
     "clamped, shared": ({"activation": "clamped_swiglu", "shared_size": 4}, "has no shared expert"),
     "capacity, gathered": ({"capacity_factor": 1.0, "dispatch": "gather"}, "layers that drop no token"),
@@ -285,6 +286,11 @@ def test_what_cannot_be_is_refused(name):
     options, said = REFUSED[name]
     with pytest.raises(ValueError, match=said):
         make_moe(nnx.Rngs(0), options.pop("router", "softmax"), **options)
+
+
+def test_a_router_by_name_is_refused():
+    with pytest.raises(ValueError, match=r"router='sigmoid' must be an ax.SoftmaxRouter"):
+        ax.ParallelMoE(4, 8, 4, router="sigmoid", rngs=nnx.Rngs(0))
 
 
 def test_routers_refuse_what_cannot_be():

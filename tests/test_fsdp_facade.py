@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from meshes import mesh_of
 from plan_models import CASES, DropoutMLP, TiedNet, mean_loss, regression, tokens
 
 import axonml_jax as ax
+from axonml_jax.strategies.strategy import units
 from axonml_jax.testing.equality import assert_trees_close
 from axonml_jax.training.nonfinite import LossScale
 
@@ -307,6 +309,19 @@ def test_the_mesh_is_named_for_what_it_lacks():
 def test_wrong_options_are_refused_by_name(mesh, options, said):
     with pytest.raises(ValueError, match=said):
         ax.FSDP(TiedNet(nnx.Rngs(0)), mesh, **options)
+
+
+def test_the_time_to_find_units_grows_as_the_number_of_leaves_does():
+    def seconds(experts):
+        names = [
+            f"blocks/{i}/experts/{j}/{k}/w" for i in range(32) for j in range(experts) for k in ("up", "down", "gate")
+        ]
+        start = time.process_time()
+        assert len(units(names, None, {})) == 32
+        return time.process_time() - start
+
+    few, many = (min(seconds(experts) for _ in range(3)) for experts in (16, 64))
+    assert many < 8 * few  # four times the leaves: 4; with a pass over all leaves for every module 16
 
 
 def test_module_types_and_patterns_name_units(mesh):

@@ -81,6 +81,17 @@ def test_vocabularies_are_cut_evenly_and_only_large_ones():
         chunked_cross_entropy(jnp.ones((2, 4)), jnp.ones((4, 8)), jnp.zeros(2, int), chunk=0, words_dim=1)
 
 
+def test_a_chunked_loss_refuses_targets_of_other_positions_and_counts_dims_from_the_end():
+    x, table, ids = jnp.ones((2, 3, 4)), jnp.ones((4, 8)), jnp.zeros((2, 3), int)
+    loss = partial(chunked_cross_entropy, x, chunk=8)
+    with pytest.raises(ValueError, match=r"targets int\d+\[3, 2\] must be integers of shape \(2, 3\)"):
+        loss(table, ids.T, words_dim=1)
+    with pytest.raises(ValueError, match="words_dim=2 must be a dim of the table"):
+        loss(table, ids, words_dim=2)
+    wanted = loss(table, ids, words_dim=1)
+    assert (loss(table, ids, words_dim=-1) == wanted).all() and (loss(table.T, ids, words_dim=-2) == wanted).all()
+
+
 @pytest.mark.parametrize(
     "kv_heads, window, own", [(1, None, {}), (2, None, {}), (1, 100, {"scale": 0.2, "softcap": 1.5})]
 )

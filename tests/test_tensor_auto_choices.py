@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 from ledger_steps import abstract_mesh
 from meshes import mesh_of
 
@@ -127,6 +128,24 @@ def test_layers_are_left_out_by_path_and_type(name):
     report = ax.auto_parallelize(Keywords(), abstract_mesh(tensor=2), exclude=exclude)
     assert set(report.swapped) == swapped
     assert any(why.startswith("excluded by ") for why in report.left.values())
+
+
+def test_a_call_with_another_equation_than_an_einsum_was_split_by_is_refused():
+    layer, x = nnx.Einsum("ab,bc->ac", (4, 8), rngs=nnx.Rngs(0)), jnp.ones((6, 4))
+    assert ax.auto_parallelize(layer, abstract_mesh(tensor=2)).swapped
+    graphdef, state = nnx.split(layer)
+    specs = jax.tree.map(lambda _: PartitionSpec(None, "tensor"), state)
+
+    def call(equation):
+        run = lambda state, x: nnx.merge(graphdef, state)(x, equation)
+        mapped = jax.shard_map(
+            run, mesh=mesh_of(tensor=2), in_specs=(specs, PartitionSpec()), out_specs=PartitionSpec(), check_vma=False
+        )
+        return mapped(state, x)
+
+    np.testing.assert_allclose(call("ab, bc -> ac"), layer(x), rtol=1e-6)
+    with pytest.raises(ValueError, match=r"by the letter 'c' of its equation 'ab,bc->ac', .* computes 'ab,bc->ca'"):
+        call("ab,bc->ca")
 
 
 def test_what_leaves_out_nothing_is_refused():

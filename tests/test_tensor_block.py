@@ -11,6 +11,7 @@ from ledger_steps import abstract_mesh, floats
 from tensor_cases import EMBED, LINEAR, P, assert_equals_one_device, drawn, normal, on_one_device, step_on_mesh
 
 from axonml_jax.layers.attention import TensorParallelAttention, attend
+from axonml_jax.layers.latent import LatentAttention
 from axonml_jax.layers.linear import (
     ColumnParallelLinear,
     ParallelLayerNorm,
@@ -20,7 +21,9 @@ from axonml_jax.layers.linear import (
     join_sequence,
     split_sequence,
 )
+from axonml_jax.layers.options import LatentConfig
 from axonml_jax.layers.pairs import ParallelMLP
+from axonml_jax.layers.products import Prefetch
 from axonml_jax.layers.whole import tensor_specs
 from axonml_jax.ledger.count import collectives_in
 
@@ -191,6 +194,8 @@ def test_attention_is_that_of_jax_nn(causal):
     [
         ((8, 3), {}, "no multiple of num_heads 3: give head_size"),
         ((8, 4, 3), {}, "num_heads 4 is no multiple of num_kv_heads 3"),
+        ((8, 4, 0), {}, "num_heads 4 and num_kv_heads 0 must be at least 1"),
+        ((8, 0), {}, "num_heads 0 and num_kv_heads 0 must be at least 1"),
         ((12, 4), {"rope_theta": 1e4}, "head size 3 is odd"),
         ((8, 4), {"softcap": 0.0}, "softcap=0.0 must be positive, or None"),
         ((8, 4), {"qk_centered": True}, "qk_centered=True is .* there are none: give qk_norm"),
@@ -199,6 +204,13 @@ def test_attention_is_that_of_jax_nn(causal):
 def test_attention_refuses_sizes_that_do_not_fit(sizes, options, message):
     with pytest.raises(ValueError, match=message):
         TensorParallelAttention(*sizes, rngs=nnx.Rngs(0), **options)
+
+
+def test_latent_attention_refuses_a_prefetch():
+    sizes = LatentConfig(kv_rank=8, plain_size=4, rotary_size=4, value_size=4)
+    layer = LatentAttention(16, 4, latent=sizes, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="gathers no weights, so there is nothing to prefetch"):
+        layer(jnp.ones((1, 2, 16)), prefetch=Prefetch())
 
 
 def test_heads_that_would_be_cut_are_refused():

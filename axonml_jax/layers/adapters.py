@@ -100,7 +100,7 @@ class LowRank:
       weight: W [..., i, o], or the int8 that stands for it.
       a: [..., i, r].
       b: [..., r, o].
-      scale: how often A B counts.
+      scale: the factor of A B.
       sides: the dims of W, among which i and o may be several.
       summed: the axes over which the gradients of a and of b are sums of the ranks'.
       column_scales: [..., o] of int8, in the dtype of W; None: W is there itself.
@@ -139,7 +139,7 @@ class LowRank:
         return self.weight, self.a, self.b, *more
 
     def on(self, leaves: Sequence[Any]) -> "LowRank":
-        """The same with other arrays, as those of an inner trace, or slices."""
+        """The matrix with other arrays in the order of `leaves`, such as those of an inner trace, or slices of a stack."""
         weight, a, b, *more = leaves
         sides = replace(self.sides, stacked=weight.ndim - len(self.sides.roles))
         return LowRank(weight, a, b, self.scale, sides, self.summed, *more)
@@ -225,7 +225,7 @@ def _at(equation: Equation, given: list[Any]) -> Sequence[Any] | None:
 
 
 def _product(equation: Equation, given: list[Any]) -> jax.Array | None:
-    """Compute x W + scale (x A) B, or the product from the left; None if it is not a product over one side of each matrix."""
+    """Computes x W + scale (x A) B, or the product from the left; None if the product does not sum over one side of W alone."""
     op, right = equation.op, isinstance(given[1], LowRank)
     own, other = (given[1], given[0]) if right else (given[0], given[1])
     if isinstance(other, LowRank):
@@ -267,7 +267,7 @@ def _in_turn(own: LowRank, role: str) -> tuple[Any, Any, tuple[int, ...], int]:
 
 
 def _ragged(equation: Equation, given: list[Any]) -> jax.Array | None:
-    """The same for rows that are sorted by matrix; None for any other ragged product."""
+    """The same as `_product` for a ragged product of rows sorted by matrix; None for any other ragged product."""
     rows, own, counts = given
     dims = equation.op.options["ragged_dot_dimension_numbers"]
     plain = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])

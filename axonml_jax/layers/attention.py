@@ -53,7 +53,7 @@ class KVCache:
       key: [b, t, k, d].
       value: [b, t, k, d].
       length: how many positions are filled, an integer scalar.
-      starts: integer [b], the first position of each row that is none of padding; None: 0 of all.
+      starts: integer [b], how many positions of padding each row begins with; None: none.
     """
 
     key: jax.Array
@@ -68,11 +68,11 @@ class KVCache:
 
 
 def places_after(start: jax.Array, starts: jax.Array | None, places: jax.Array) -> jax.Array:
-    """The positions of s more tokens in their texts, [s], or [b, s] if rows start at different columns; 0 for padding.
+    """The rotary positions of s more tokens, [s], or [b, s] if rows begin with padding; 0 for padding.
 
     Args:
-      start: how many positions are before them.
-      starts: [b], where rows begin; None: all at 0.
+      start: how many positions the cache holds before them, padding included.
+      starts: [b], how many of those each row has as padding at its front; None: none.
       places: [s], 0 to s - 1.
     """
     return start + places if starts is None else jnp.maximum(start + places - starts[:, None], 0)
@@ -103,8 +103,8 @@ def attend(
       key: [..., t, k, d] (t positions to read, k key and value heads; n is a multiple of k).
       value: [..., t, k, e] (e size of a head's values).
       causal: a position sees none after it.
-      start: position of the first query among the keys; None: the last query is at the last key.
-      starts: integer [...], the first key of each row that is seen; None: the first of all.
+      start: position of the first query among the keys, for causal attention; None: the last query is at the last key.
+      starts: integer [...], the first key that each row sees (those before it are padding); None: key 0.
       segment_ids: integer [..., s], for as many keys as queries: a query sees the keys of its own segment only.
       window: of causal attention: how many positions one sees, itself among them; None: all before it.
       sinks: [n], a score of every head that takes its part of the softmax and stands for no key (Xiao et al. 2023).
@@ -235,7 +235,7 @@ class TensorParallelAttention(nnx.Module):
       causal: whether a position sees only itself and those before it.
       rope_theta: base of rotary positions; None: no positions.
       rope_scaling: how their frequencies change for long sequences; None: they do not.
-      qk_norm: epsilon of RMS norms of each head's queries and keys, before they are turned (Qwen3); None: there are none.
+      qk_norm: epsilon of RMS norms of each head's queries and keys, before their rotation (Qwen3); None: there are none.
       qk_centered: whether these multiply by 1 + their scales, which start at 0 (Gemma 3).
       window: how many positions one sees of causal attention, itself among them (Mistral); None: all before it.
       sinks: whether each head has a trained score that takes its part of the softmax and stands for no key (gpt-oss).
@@ -360,8 +360,8 @@ class TensorParallelAttention(nnx.Module):
         """The PartitionSpecs of a cache's arrays on a mesh.
 
         Args:
-          rows: the axes that split sequences, as an entry of a spec.
-          heads: the axis that splits heads.
+          rows: the mesh axes that split rows, as an entry of a spec.
+          heads: the mesh axis that splits heads; None: no axis does.
           padded: whether it has `starts`.
         """
         part: Any = PartitionSpec(rows, None, heads)
@@ -478,6 +478,10 @@ def _without_effect(softcap: float | None, qk_norm: float | None, qk_centered: b
 def _checked_head_size(
     hidden_size, num_heads, kv_heads, head_size, rope_theta, window, causal, wrong: list[str]
 ) -> int:
+    if num_heads < 1 or kv_heads < 1:
+        raise ValueError(
+            f"TensorParallelAttention: num_heads {num_heads} and num_kv_heads {kv_heads} must be at least 1"
+        )
     size = hidden_size // num_heads if head_size is None else head_size
     if head_size is None and hidden_size % num_heads:
         wrong.append(f"hidden_size {hidden_size} is no multiple of num_heads {num_heads}: give head_size")
@@ -486,7 +490,9 @@ def _checked_head_size(
     if rope_theta is not None and size % 2:
         wrong.append(f"rotary positions rotate pairs, and the head size {size} is odd")
     if window is not None and (window < 1 or not causal):
-        wrong.append(f"window={window} must be how many positions one sees of causal attention, at least 1")
+        wrong.append(
+            f"window={window} is how many positions one sees of causal attention: at least 1, and with causal=True"
+        )
     if wrong:
         raise ValueError("TensorParallelAttention: " + "; ".join(wrong))
     return size

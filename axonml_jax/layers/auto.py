@@ -30,7 +30,7 @@ def rules_of(exclude: Rule | Collection[Rule], *, paths: bool = True) -> tuple[R
 
     Args:
       exclude: one rule or several.
-      paths: whether layers have paths yet.
+      paths: whether rules may be paths; in a `with` block layers have none yet.
 
     Raises:
       TypeError: for anything else, and for paths where there are none.
@@ -107,8 +107,8 @@ class _Blocks(threading.local):
 
 
 class _Block:
-    def __init__(self, ground: SplitAxes, report: AutoReport, exclude: tuple[Rule, ...]):
-        self.ground, self.report, self.exclude = ground, report, exclude
+    def __init__(self, split_axes: SplitAxes, report: AutoReport, exclude: tuple[Rule, ...]):
+        self.split_axes, self.report, self.exclude = split_axes, report, exclude
         self.seen: set[Rule] = set()
         self.numbers: dict[str, int] = {}
         self.entries: dict[int, SwappedLayer] = {}
@@ -127,7 +127,7 @@ class _Block:
             for name, change in parts.items():
                 part = getattr(layer, name) if name else layer
                 swap.apply(part, change)
-                self.entries.pop(id(part), None)  # a projection is told of with its attention
+                self.entries.pop(id(part), None)  # the attention layer's entry stands for its projections
         self.entries[id(layer)] = SwappedLayer(f"{kind.__name__} {number}", kind.__name__, became, why)
         self.layers.append(layer)
         self.report.entries[:] = self.entries.values()
@@ -138,17 +138,17 @@ class _Block:
                 self.seen.add(rule)
                 raise swap.Left(f"excluded by {rule.__name__}")
         if kind is nnx.MultiHeadAttention:
-            return swap.attention(layer, self.ground)
-        return {"": swap.RULES[kind](layer, self.ground)}
+            return swap.attention(layer, self.split_axes)
+        return {"": swap.RULES[kind](layer, self.split_axes)}
 
 
 _blocks = _Blocks()
 
 
 @contextmanager
-def making(ground: SplitAxes, report: AutoReport, exclude: tuple[Rule, ...] = ()) -> Iterator[AutoReport]:
+def making(split_axes: SplitAxes, report: AutoReport, exclude: tuple[Rule, ...] = ()) -> Iterator[AutoReport]:
     """Swap the layers that this thread makes until the block ends, with or without an error."""
-    block = _Block(ground, report, exclude)
+    block = _Block(split_axes, report, exclude)
     _blocks.stack.append(block)
     _watch(+1)
     try:
@@ -209,11 +209,11 @@ def auto_parallelize(
     `auto_parallelize(model, mesh)` swaps the layers of a model that exists; `with auto_parallelize(mesh) as report:` those of
     every model made in the block, by this thread. `Linear`, `LinearGeneral`, `Einsum`, `Embed`, `Conv` and
     `MultiHeadAttention` (their own types, not subclasses) keep their parameters, names and results; where no axis is bound
-    they stay the plain layers. A layer alone gathers its output. With `example`, the model's program is traced, and linear
-    layers (`Linear`, `LinearGeneral`, `Einsum`) whose outputs reach other ones through operations that treat all parts alike,
-    such as activations, or attention of heads, are paired with them (Megatron's column and row): nothing is gathered between.
-    The result never depends on any of this, nor on how code reads parameters: to all but its own layer a split one is whole
-    (gathered where it is read).
+    they stay the plain layers. A layer that is not paired gathers its output. With `example`, the model's program is traced,
+    and linear layers (`Linear`, `LinearGeneral`, `Einsum`) whose outputs reach other ones through operations that treat all
+    parts alike, such as activations, or attention of heads, are paired with them (Megatron's column and row): nothing is
+    gathered between. The result never depends on any of this, nor on how code reads parameters: all code but its own layer
+    sees a split parameter gathered.
 
     Args:
       model: an `nnx.Module`, on arrays or on shapes.
@@ -266,21 +266,21 @@ def _splitting(mesh: Any) -> dict[str, int]:
 
 
 def _swap_all(model: nnx.Module, mesh: Any, example: Example | None, exclude: tuple[Rule, ...]) -> AutoReport:
-    ground = SplitAxes.of(mesh)
+    split_axes = SplitAxes.of(mesh)
     report = AutoReport(_splitting(mesh))
     modules = {path: module for path, module in nnx.iter_graph(model) if isinstance(module, nnx.Module)}
-    changes, reasons, kinds = _changes(modules, ground)
+    changes, reasons, kinds = _changes(modules, split_axes)
     for path, why in excluded(modules, exclude).items():
         _leave(changes, reasons, path, why)
     _leave_shared(modules, changes, reasons)
     if example is not None:
-        found = _paired(model, modules, changes, ground, example)
+        found = _paired(model, modules, changes, split_axes, example)
         for path in found.read:
             _leave(changes, reasons, path, "its parameters are read outside its own call")
         for path in found.why.keys() & changes.keys() - found.columns:
             kind, attributes, specs, how = changes[path]
             changes[path] = kind, attributes, specs, f"{how}: {found.why[path]}"
-    elif sum(bool(change[1].get("gather_output")) for change in changes.values()) > 1 and not ground.is_grid:
+    elif sum(bool(change[1].get("gather_output")) for change in changes.values()) > 1 and not split_axes.is_grid:
         report.entries.append(
             SwappedLayer("(all)", "", None, "give example= to pair linear layers that feed each other")
         )
@@ -296,7 +296,7 @@ def _swap_all(model: nnx.Module, mesh: Any, example: Example | None, exclude: tu
 
 
 def _changes(
-    modules: Mapping[Path, Any], ground: SplitAxes
+    modules: Mapping[Path, Any], split_axes: SplitAxes
 ) -> tuple[dict[Path, swap.Change], dict[Path, str], dict[Path, str]]:
     """The change of each layer, the reasons why others stay, and every layer's type, in the model's order."""
     changes: dict[Path, swap.Change] = {}
@@ -307,7 +307,7 @@ def _changes(
         if kind is nnx.MultiHeadAttention:
             kinds[path] = kind.__name__
             try:
-                parts = swap.attention(module, ground)
+                parts = swap.attention(module, split_axes)
             except swap.Left as left:
                 reasons[path] = f"{left}; its projections are split one by one"
                 continue
@@ -316,7 +316,7 @@ def _changes(
         elif kind in swap.RULES and path not in changes:
             kinds[path] = kind.__name__
             try:
-                changes[path] = swap.RULES[kind](module, ground)
+                changes[path] = swap.RULES[kind](module, split_axes)
             except swap.Left as left:
                 reasons[path] = str(left)
         elif path not in changes and any(isinstance(value, nnx.Param) for value in vars(module).values()):
@@ -358,14 +358,16 @@ def _leave(changes: dict[Path, swap.Change], reasons: dict[Path, str], path: Pat
 
 
 def _paired(
-    model: nnx.Module, modules: Mapping[Path, Any], changes: dict, ground: SplitAxes, example: Example
+    model: nnx.Module, modules: Mapping[Path, Any], changes: dict, split_axes: SplitAxes, example: Example
 ) -> Pairs:
     """Pair linear layers in `changes`: columns that keep their output split, and the rows that take it."""
     inside = {path for path in changes if path[:-1] in changes and path}  # of an attention layer split by heads
-    found_ports = {path: port(modules[path], ground.axis, ground.ranks) for path in changes if path not in inside}
-    ports = {path: each for path, each in found_ports.items() if each is not None and not ground.is_grid}
+    found_ports = {
+        path: port(modules[path], split_axes.axis, split_axes.ranks) for path in changes if path not in inside
+    }
+    ports = {path: each for path, each in found_ports.items() if each is not None and not split_axes.is_grid}
     others = {path for path in changes if path not in ports and type(modules[path]) is not nnx.MultiHeadAttention}
-    found = find_pairs(model, ports, others, example, ground.ranks)
+    found = find_pairs(model, ports, others, example, split_axes.ranks)
     for path in found.columns:
         changes[path] = ports[path].opens(found.blocks.get(path, 1))
     for path, where in found.rows.items():

@@ -285,18 +285,18 @@ def _among(ring: Ring) -> list[list[int]] | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Positions that stand as ranks hold them, back in the sequence's own order, inside `shard_map`.
+# Arrays whose positions lie in the ranks' order, brought back into the sequence's order, inside `shard_map`.
 # --------------------------------------------------------------------------------------------------
 
 
 def put_back(x: jax.Array, dim: int, axis: str, order: Order) -> jax.Array:
-    """A rank's part of an array in the order of the sequence, from its part in the order of ranks.
+    """Returns a rank's contiguous part of the sequence, from the positions that it holds in another order.
 
     Args:
       x: [..., c, ...] (c positions of this rank).
-      dim: holds positions.
+      dim: the dim that holds positions.
       axis: the mesh axis over whose ranks they are split.
-      order: in which these hold them.
+      order: the order in which the ranks hold them.
 
     Returns:
       [..., c, ...]: positions r * c to (r + 1) * c of the sequence.
@@ -414,7 +414,7 @@ def _joined(x: jax.Array, trailing: int) -> jax.Array:
 
 
 def even_runs(ring: Ring, keys: int) -> tuple[tuple[int, ...], int, int]:
-    """The starts of a piece's runs of equally spaced keys, the keys of each, and their spacing; keys are in order."""
+    """The starts of a piece's runs of equally spaced keys, the number of keys of each, and their spacing; keys are in order."""
     if ring.piece_ranks == ring.ranks or ring.order == "contiguous":
         return (0,), keys, 1
     if ring.order == "zigzag":
@@ -609,7 +609,8 @@ def context_attention(
       [b, c, n, e], in the dtype of v.
 
     Raises:
-      ValueError: for shapes, rules or methods that do not fit, all of them at once.
+      ValueError: for shapes and rules that do not fit, all at once; for a method that the heads or ranks do not allow; and for
+        a kernel that is asked for by name and does not apply.
 
     Communicates: "gather": an all-gather of keys and values, 2(N-1)bcgd elements, and again in the backward, with a
     reduce-scatter of as many. "ulysses": four all-to-alls each way, (N-1)/N of all elements of q, k, v and the result. "ring":
@@ -617,10 +618,10 @@ def context_attention(
     """
     split = current_split(axis)
     ranks = 1 if split is None else axis_size(axis)
-    split = split or ContextSplit(axis)
+    split, drops = split or ContextSplit(axis), (dropout_rate, dropout_key)
     window = (window, window) if isinstance(window, int) else window
     ids = segment_ids if isinstance(segment_ids, tuple) or segment_ids is None else (segment_ids, segment_ids)
-    if problems := list(_problems(q, k, v, window, ids, dropout_rate, dropout_key, bias, score_mod, sinks, kernel)):
+    if problems := list(_problems(q, k, v, window, ids, drops, bias, score_mod, sinks, block_size, kernel)):
         raise ValueError("context_attention: " + "; ".join(problems))
     heads, each_has = q.shape[2], (q.shape[1], k.shape[1])
     sizes = {"ranks": ranks, "heads": heads, "kv_heads": k.shape[2], "places": q.shape[1]}
@@ -739,8 +740,8 @@ def _axes_of(tree: Any, axis: str | None) -> tuple[str, ...]:
     return tuple(sorted(axes))
 
 
-def _problems(q, k, v, window, ids, rate, key, bias, score_mod, sinks, kernel) -> Iterator[str]:
-    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+def _problems(q, k, v, window, ids, drops, bias, score_mod, sinks, block_size, kernel) -> Iterator[str]:
+    shapes, (rate, key) = f"q {q.shape}, k {k.shape}, v {v.shape}", drops
     if not q.ndim == k.ndim == v.ndim == 4:
         yield f"{shapes} must be [rows, positions, heads, head size]"
         return
@@ -754,6 +755,8 @@ def _problems(q, k, v, window, ids, rate, key, bias, score_mod, sinks, kernel) -
         yield f"window={window!r} must be how many positions are seen before and after, or a pair of these"
     if ids is not None and (len(ids) != 2 or ids[0].shape != q.shape[:2] or ids[1].shape != k.shape[:2]):
         yield f"segment_ids of shapes {[x.shape for x in ids]} must be {q.shape[:2]} for queries and {k.shape[:2]} for keys"
+    if block_size is not None and block_size < 1:
+        yield f"block_size={block_size!r} must be a positive number of positions, or None"
     if kernel not in FORMS:
         yield f"kernel={kernel!r} must be one of {', '.join(FORMS)}"
     if bias is not None and score_mod is not None:
@@ -767,6 +770,8 @@ def _problems(q, k, v, window, ids, rate, key, bias, score_mod, sinks, kernel) -
             "dropout_key must be of the generator threefry (jax_threefry_partitionable=True): of others a rank "
             "cannot draw its own elements alone"
         )
+    elif rate and key is not None and _key_data(key).shape[:-1] not in ((), q.shape[2:3]):
+        yield f"dropout_key has {_key_data(key).shape[0]} keys: give one, or one for each of the {q.shape[2]} query heads"
 
 
 def _is_window(window: Any) -> bool:

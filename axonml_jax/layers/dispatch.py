@@ -287,7 +287,14 @@ collect.defvjp(_collect_forward, _collect_backward)
 
 
 def ragged_products(activation: str, rows: jax.Array, counts: jax.Array, weights: ExpertWeights) -> jax.Array:
-    """The experts' outputs for their rows by ragged products: see `block_products`."""
+    """The experts' outputs [S, h] for rows [S, h] that are sorted by expert, by ragged products.
+
+    Args:
+      activation: one of `ACTIVATIONS`.
+      rows: [S, h]; rows behind the last expert's belong to none, and what is returned for them means nothing.
+      counts: int32 [E], the rows of each expert.
+      weights: of E experts.
+    """
 
     def product(x, kernel, bias):
         y = jax.lax.ragged_dot(x, kernel, counts)
@@ -317,26 +324,26 @@ def equal_products(activation: str, rows: jax.Array, weights: ExpertWeights) -> 
 # The experts' products where JAX's ragged product multiplies all rows with all experts: expert after expert, in blocks.
 #
 # XLA has no product of as many rows as a number says. On CPUs a loop over the experts takes for each the smallest of a
-# few static sizes that holds its rows; an expert with more takes the largest several times before. On GPUs, where XLA
+# few static sizes that holds its rows; an expert with more takes the largest size several times first. On GPUs, where XLA
 # tries dozens of kernels for every shape of a product before a program runs, all blocks have one size, and an expert
 # takes as many as hold its rows.
 # --------------------------------------------------------------------------------------------------
 
 SHARES = (0.25, 0.5, 1, 1.25, 1.5, 2)
-"""Sizes of blocks in parts of an expert's mean share of the rows."""
+"""Sizes of blocks, as multiples of an expert's mean number of rows."""
 FEW = 32
-"""Rows on average under which there is one size: the products are cheap then, and compiling them is not."""
+"""Mean rows of an expert below which blocks have one size: the products are cheap then, and compiling several is not."""
 SEVERAL_SIZES = ("cpu",)
 """Platforms on which another shape of a product is cheap to compile."""
 TILE, LEAST = 128, 256
-"""On others: of what a block's size is a multiple, and how large it is at least, since smaller ones wait for the weights."""
+"""On other platforms a block's size is a multiple of TILE, and at least LEAST: smaller products wait for the weights."""
 
 
 class Sorted(NamedTuple):
     """The order of S rows by expert.
 
     Attributes:
-      row: int32 [S], the rows sorted by expert; behind the last expert's S.
+      row: int32 [S], the row at each place of the order by expert; S at places behind the last expert's rows.
       place: int32 [S], where each row stands among them; S for a row of no expert.
       counts: int32 [E].
     """
@@ -363,7 +370,7 @@ def block_sizes(rows: int, expected: int, experts: int, platform: str = "cpu") -
 
 
 def little_products(activation: str, rows: jax.Array, order: Sorted, weights: ExpertWeights) -> jax.Array:
-    """The result of `block_products` by all experts' products of all rows: the fastest for few rows."""
+    """The result of `block_products`, by multiplying all rows with all experts: the fastest for few rows."""
     begins = from_zero(order.counts)
     expert = jnp.searchsorted(begins, order.place, side="right", method="compare_all") - 1
     own = (expert == jnp.arange(order.counts.size)[:, None])[:, :, None]
@@ -378,9 +385,9 @@ def block_products(
 
     Args:
       activation: one of `ACTIVATIONS`.
-      sizes: of blocks, growing.
+      sizes: of blocks, ascending.
       rows: [S, h], in any order.
-      order: which belong to which expert.
+      order: which rows belong to which expert.
       weights: of E experts.
 
     Returns:
@@ -436,7 +443,9 @@ def _products_forward(activation: str, sizes: tuple[int, ...], rows, counts, wei
     inner = weights.up.shape[-1]
     start = (empty(rows.shape[1]), empty(inner), *([empty(inner)] if gated else []))
     made = jax.lax.fori_loop(0, counts.size, expert, start)
-    if len(sizes) == 1:  # JAX makes again what a loop of as many trips as data says returns, unless it has this name
+    if (
+        len(sizes) == 1
+    ):  # a rematerialized backward would run this loop, whose trip count is data, once more without the name
         made = checkpoint_name(made, KEPT)
     y, up, *gate = made
     return y[: rows.shape[0]], _Kept(rows, gate[0] if gated else None, up, counts, weights)
@@ -559,9 +568,10 @@ SLACK = 1.25
 RAGGED_PLATFORMS = ("tpu", "cuda", "rocm")
 """Where XLA has a ragged all-to-all."""
 RAGGED_PRODUCTS = ("tpu",)
-"""Where it has kernels for ragged products; elsewhere it multiplies all rows with all experts."""
+"""Where XLA has kernels for ragged products; elsewhere it multiplies all rows with all experts."""
 LITTLE = 2**18
-"""Elements of all rows times all experts up to which their product is cheap on a CPU."""
+"""Rows x a rank's experts x width up to which all experts multiply all rows (`little_products`), except where products are
+ragged."""
 
 
 @dataclass(frozen=True)
@@ -577,8 +587,8 @@ class Dispatch:
       experts: E.
       capacity: slots of each expert for each rank's tokens; pairs behind them are dropped. None: none is dropped.
       slots: in a round for each rank.
-      products: "ragged" (JAX's ragged product, on TPUs), or "blocks", or "all" experts on all rows where these are few.
-      blocks: sizes for the former.
+      products: "ragged" (JAX's ragged product, on TPUs), "blocks", or, for few rows, "all" experts on all rows.
+      blocks: the sizes of blocks, for "blocks".
     """
 
     name: str
@@ -603,7 +613,7 @@ class Dispatch:
           width: h.
 
         Raises:
-          ValueError: for what the platform that is compiled for does not have, where anything travels.
+          ValueError: for "ragged" over several ranks, on a platform without a ragged all-to-all.
         """
         platform, pairs = target_platform(), tokens * top_k
         fast = platform in RAGGED_PRODUCTS
@@ -653,7 +663,7 @@ def capacity_of(tokens: int, top_k: int, experts: int, factor: float) -> int:
 # --------------------------------------------------------------------------------------------------
 
 LABEL = "axonml.experts"
-"""Under which the ledger lists what dispatches send."""
+"""The name scope under which the ledger lists what dispatches send."""
 
 
 class CameBack(NamedTuple):

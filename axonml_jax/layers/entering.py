@@ -2,7 +2,7 @@
 
 With `check_vma=True` JAX sums the gradient of a value that is the same on every rank where it meets one that differs, and
 the transpose of a `psum` sums nothing. With `check_vma=False` it does neither: a rank's gradient is then a part of the
-right one, or as many times it as there are ranks (docs/adr/0002). This finds both in a traced program.
+right one, or the right one times the number of ranks (docs/adr/0002). This finds both in a traced program.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,10 +30,10 @@ class Flow:
 
     Attributes:
       trained: whether it is differentiated.
-      differs: the axes that it may differ over.
-      entire: those over which its gradient must be whole on every rank, as that of a parameter that is not split.
-      joined: bare collectives that it comes from, whose transposes take parts of a gradient.
-      faults: what is wrong on the way to it.
+      differs: the axes over which it may differ between ranks.
+      entire: the axes over which every rank must have its complete gradient, as of a parameter that is not split.
+      joined: the faults of bare collectives (such as `psum`) that it comes from, if the gradient that reaches them is complete.
+      faults: the faults on the way to it.
     """
 
     trained: bool = False
@@ -47,7 +47,8 @@ class Flow:
 
 
 Border = Callable[[Equation], tuple[bool, str] | None]
-"""`border(equation)`: whether it opens code on parts over an axis, in which values enter by themselves, or closes it."""
+"""`border(equation)`: (whether it opens, or closes, code on parts of a paired layer's output; the axis). `run_marked` completes
+the gradients of values that enter there. None: the equation is no border."""
 
 
 def faults(

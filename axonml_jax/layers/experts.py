@@ -1,5 +1,6 @@
 """Mixture-of-experts layers: routers, their losses, and the layer."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -39,7 +40,7 @@ class Chosen(NamedTuple):
     Attributes:
       experts: int32 [T, k], by falling score; equal scores go to the lower index.
       gates: [T, k], the weights of their outputs.
-      probabilities: [T, E], each row with the sum 1: what balances the load is made of them.
+      probabilities: [T, E], each row with the sum 1; the load-balance loss and the entropy are computed from them.
     """
 
     experts: jax.Array
@@ -54,7 +55,8 @@ class SoftmaxRouter:
     Attributes:
       top_k: k, experts per token.
       renormalize: whether the k gates are divided by their sum (Mixtral); else they are the probabilities (Switch).
-      noise: standard deviation of what is added to the scores by which experts are chosen, in train mode; gates stay without.
+      noise: standard deviation of the noise that is added, in train mode, to the scores by which experts are chosen; gates are
+        computed without it.
     """
 
     top_k: int = 2
@@ -78,7 +80,7 @@ class SoftmaxRouter:
 
         Args:
           scores: [T, E], at least float32.
-          bias: None.
+          bias: ignored: this router learns none.
           noise: [T, E] of standard deviation 1, or None.
         """
         probabilities = jax.nn.softmax(scores)
@@ -226,7 +228,7 @@ def router_values(
 
     Args:
       choice: of this rank's T tokens.
-      scores: [T, E], that it was made of.
+      scores: [T, E], from which the router chose.
       mask: [T], True for a token that counts.
       kept: [T, k], whether a choice found a slot.
       rounds: int32 (), of this rank.
@@ -511,14 +513,16 @@ def _noise(key: jax.Array, scores: jax.Array) -> jax.Array:
 def _refuse_layer(layer: ParallelMoE, shared: int) -> None:
     sizes = {"hidden_size": layer.hidden_size, "inner_size": layer.inner_size, "num_experts": layer.num_experts}
     problems = [f"{name}={size} must be positive" for name, size in sizes.items() if size < 1]
+    if not hasattr(layer.choose, "problems"):
+        problems.append(f"router={layer.choose!r} must be an ax.SoftmaxRouter(...) or an ax.SigmoidRouter(...)")
     problems += [] if problems else layer.choose.problems(layer.num_experts)
     if layer.activation not in ACTIVATIONS:
         problems.append(f"activation={layer.activation!r} must be one of {', '.join(ACTIVATIONS)}")
     if layer.dispatch not in DISPATCHES:
         problems.append(f"dispatch={layer.dispatch!r} must be one of {', '.join(DISPATCHES)}")
     factor = layer.capacity_factor
-    if factor is not None and factor <= 0:
-        problems.append(f"capacity_factor={factor} must be positive, or None to drop no token")
+    if factor is not None and not 0 < factor < math.inf:
+        problems.append(f"capacity_factor={factor} must be positive and finite, or None to drop no token")
     if any(parts < 1 for parts in layer.groups) or len(layer.groups) > 2:
         problems.append(f"groups={layer.groups} must be one positive number, or two")
     if layer.groups != (1,) and factor is None:

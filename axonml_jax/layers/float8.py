@@ -68,14 +68,14 @@ def float8_product(form: ProductForm, left: jax.Array, right: jax.Array) -> jax.
     """Multiply two arrays rounded to 8 bits; the result's dims are ordered as by `jax.lax.dot_general`.
 
     Sums are in float32, or in float64 for a result in it; a GPU that multiplies 8-bit floats adds up fewer bits in the forward.
-    The backward rounds both operands anew: what is kept for it is what a plain product keeps, and recomputation knows the
-    result as one.
+    The backward rounds both operands anew, so that only they are kept for it, as for a plain product; the result has the name
+    by which recomputation keeps products.
     """
     return checkpoint_name(_product(form, left, right), PRODUCTS)
 
 
 def rounded(x: jax.Array, dtype: Any) -> Rounded:
-    """Round an array to 8 bits; if an element is not finite, all become NaN by the scale.
+    """Round an array to 8 bits; if an element is not finite, all elements times the factor are NaN.
 
     Args:
       x: floating, of any shape.
@@ -141,7 +141,7 @@ def _multiplied(form: ProductForm, left: Rounded, right: Rounded, *, backward: b
 # Which products of a traced program multiply by parameters, which of them may round to 8 bits, and why the others may
 # not.
 #
-# A product is by a parameter where one operand is made of parameters alone (casts, transposes, slices, sums of them)
+# A product is by a parameter where one operand depends on parameters alone (casts, transposes, slices, sums of them)
 # and the other is not. What lies between two such products is followed through loops, conditionals and checkpoints.
 # --------------------------------------------------------------------------------------------------
 
@@ -167,8 +167,8 @@ class _Known:
 
     Attributes:
       data: whether it depends on anything but parameters and constants.
-      weights: of what does not, the parameters that it is made of.
-      last: the products by parameters that it is made of by way of no other such product.
+      weights: the parameters from which a value is computed that depends on no data; else none.
+      last: the products by parameters that it depends on directly, not through another such product.
     """
 
     data: bool = False
@@ -189,10 +189,10 @@ class WeightProducts:
     """The products of a program that multiply by parameters.
 
     Attributes:
-      rounding: those that may round their operands.
+      rounding: the products that may round their operands.
       rounded: the parameters that these multiply by, sorted.
-      left: why other products do not, by the parameters that they multiply by.
-      split: of these, parameters that multiply where ranks swap activations in an operation with a backward of its own.
+      left: why the other products do not, by the parameters that they multiply by.
+      split: those of the latter parameters that multiply inside a parallel layer's operation with a custom backward.
     """
 
     rounding: frozenset[Equation]
@@ -220,7 +220,7 @@ def weight_products(
     Args:
       program: of a loss, or of a model's call.
       names: of every input the path of the parameter that it is; None: it is none.
-      stay: why products by something made of these parameters are left as they are, or None.
+      stay: `stay(parameters)`: why products by a value computed from these stay as they are; None: they need not.
     """
     finder = _Finder()
     given = [_Known(True) if name is None else _Known(weights=frozenset([name])) for name in names]

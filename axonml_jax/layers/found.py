@@ -61,8 +61,8 @@ def options_of(
 ) -> tuple[dict[str, Any], tuple[jax.Array, ...], Any]:
     """The options of `context_attention`, the arrays that they read, and the dropout's key.
 
-    Blocks are left out where positions alone hide them. Where other rules hide keys too, a query might see none, and what
-    softmax then makes of it depends on all of them: then no block is left out.
+    Blocks are left out where positions alone hide them. Where other rules hide keys too, a query might see none, and its
+    softmax then depends on all keys' scores: then no block is left out.
     """
     operands = list(dict.fromkeys(_operands(found)))
     arrays = tuple(given(operand) for operand in operands)
@@ -195,7 +195,7 @@ def attending_across(fun: Callable[..., Any], axis: str, method: Method, *, chec
       check_vma: as of the `shard_map` around.
 
     Returns:
-      The same function. What it does across positions besides, the partitioner computes as it sees fit.
+      The same function. All else that it computes across positions is left to the partitioner.
     """
 
     def call(*args: Any) -> Any:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from axonml_jax.compat.order import manual_axes, mesh_around, platform_around
 
 MOST_FEATURES = 8192
-"""Longer rows do not fit a program of a kernel."""
+"""The longest rows for which kernels are chosen, unless the operation says otherwise: longer ones do not fit one program."""
 
 _asked: ContextVar[str] = ContextVar("kernels", default="auto")
 
@@ -40,7 +40,7 @@ def chosen(x: jax.Array, *, features: int = MOST_FEATURES) -> Literal["xla", "tr
 
     Args:
       x: an array, or what stands for one while a program is traced.
-      features: the most of them that the operation's kernel takes.
+      features: the largest n that the operation's kernel takes.
     """
     asked = _asked.get()
     if asked == "xla" or not 1 < x.shape[-1] <= features or not x.size:

@@ -16,13 +16,13 @@ from axonml_jax.compat.triton import exp, kernel_call, load, store, tanh
 
 F32 = jnp.float32
 PROGRAMS = 528
-"""Of a kernel that goes over all rows: four for each of the 132 multiprocessors of an H100 or H200."""
+"""Programs of a kernel that loops over rows: four for each of the 132 multiprocessors of an H100 or H200."""
 
 TILE = 4096
-"""Elements of a tile of rows, as far as one row is no longer."""
+"""Elements of a tile of rows; one row where rows are longer."""
 
 SCALE, CUBIC = 0.7978845608028654, 0.044715
-"""Of the tanh form of GELU: 0.5 u (1 + tanh(SCALE (u + CUBIC u^3)))."""
+"""Constants of the tanh form of GELU: 0.5 u (1 + tanh(SCALE (u + CUBIC u^3)))."""
 
 
 def width_of(n: int) -> int:

@@ -98,10 +98,10 @@ class Grid:
         """Compute `fn(x, weights)` with the weights gathered over `depth`, each result summed over `into`.
 
         Args:
-          fn: the layers' arithmetic on a rank's features of x and its blocks of the weights: as many results.
+          fn: the layers' arithmetic on a rank's features of x and its blocks of the weights; returns one result per weight.
           x: this rank's input features, the same on every rank of `out`.
           weights: [..., i/(into depth), o/out] each.
-          entering: False: x is another on every rank of `out`.
+          entering: False: x differs between the ranks of `out`.
           overlap: issue the all-reduce of x's gradient before the products of the weights'.
           prefetch: gather the weights ahead of these products.
 

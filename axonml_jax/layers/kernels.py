@@ -261,7 +261,7 @@ def _cudnn_shapes(dtype: Any, length: int, positions: int, size: int) -> Iterato
 
 
 def _alone() -> bool:
-    """Whether no axis is left to the partitioner, so that this code sees one device's part of everything."""
+    """Whether every axis of more than one rank is manual, so that this code sees one device's part of every array."""
     mesh = mesh_around()
     if mesh.empty:
         return jax.device_count() == 1

@@ -28,10 +28,10 @@ class LatentCache:
     """The latent and the rotary key of each position, shared by all heads (b batch, t capacity).
 
     Attributes:
-      latent: [b, t, r], normed; keys and values of all heads are made of it.
-      turned: [b, t, d], the part of the key that all heads share.
+      latent: [b, t, r], normed; keys and values of all heads are computed from it.
+      turned: [b, t, d], the part of the key that all heads share, after its rotation.
       length: how many positions are filled, an integer scalar.
-      starts: integer [b], the first position of each row that is none of padding; None: 0 of all.
+      starts: integer [b], how many positions of padding each row begins with; None: none.
     """
 
     latent: jax.Array
@@ -47,7 +47,7 @@ class LatentCache:
 
 
 # --------------------------------------------------------------------------------------------------
-# `WholeLinear`: a linear layer that every rank of a tensor axis has whole.
+# `WholeLinear`: a linear layer whose kernel every rank of a tensor axis holds in full.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -88,22 +88,22 @@ class WholeLinear(nnx.Linear):
 
 
 # --------------------------------------------------------------------------------------------------
-# `LatentAttention`: attention whose keys and values are made of a latent, its heads split over an axis (DeepSeek-V3).
+# `LatentAttention`: attention whose keys and values are computed from a latent, its heads split over an axis (DeepSeek-V3).
 # --------------------------------------------------------------------------------------------------
 
 
 class LatentAttention(nnx.Module):
     """Causal self-attention whose keys and values are computed from one latent per position (DeepSeek-V2, 2024).
 
-    A position's latent is normed, and every head makes a key and a value of it; a second part of the key is turned with the
-    position and is the same for all heads. Queries may be made of a latent of their own. Latents are whole on every rank of
-    the axis, heads are split.
+    A position's latent is normed, and every head computes a key and a value from it; a second part of the key, the same for
+    all heads, has rotary positions. Queries may be computed from a latent of their own. Every rank of the axis computes the
+    latents in full; heads are split.
 
     Args:
       hidden_size: h.
       num_heads: n; they must divide by the axis's ranks.
       latent: the sizes of latents and heads.
-      rope_theta: base of rotary positions, which turn dims 2i and 2i + 1 together (the layout of DeepSeek's weights).
+      rope_theta: base of rotary positions, which rotate dims 2i and 2i + 1 as a pair (the layout of DeepSeek's weights).
       rope_scaling: how their frequencies change for long sequences; None: they do not.
       sequence_parallel: input and output are this rank's part of the sequence.
       overlap: see `ColumnParallelLinear`.
@@ -116,9 +116,9 @@ class LatentAttention(nnx.Module):
 
     Under `ax.Context` the input is this rank's positions, which attend to those of all ranks (see `ax.context_attention`).
 
-    Communicates: one all-reduce of [..., h] forward; backward one of the gradient of each latent and of the turned key, or in
-    the place of the query's latent, where it has none, of the input. With sequence parallelism an all-gather of each of these
-    and a reduce-scatter of the output, and their transposes backward.
+    Communicates: one all-reduce of [..., h] forward; backward one all-reduce each of the gradients of the latents and of the
+    shared key, and, where queries have no latent, of the input. With sequence parallelism an all-gather of each of these and
+    a reduce-scatter of the output, and their transposes backward.
     """
 
     def __init__(
@@ -173,13 +173,17 @@ class LatentAttention(nnx.Module):
 
         Args:
           x: [..., s, h], the same on every rank; [..., s/n, h] with `sequence_parallel`.
-          prefetch: None: nothing here is gathered ahead.
+          prefetch: must be None: no weights are gathered.
           packed: of rows of several documents, which of them each of the s positions belongs to.
 
         Returns:
           As x.
+
+        Raises:
+          ValueError: for `prefetch`.
         """
-        assert prefetch is None
+        if prefetch is not None:
+            raise ValueError("LatentAttention gathers no weights, so there is nothing to prefetch: leave prefetch out")
         plain, turned = self._queries(x, 0, packed.positions)
         latent, shared = self._latents(x)
         made = self._per_head(self.key_value(latent))
@@ -195,8 +199,8 @@ class LatentAttention(nnx.Module):
         """The PartitionSpecs of a cache's arrays on a mesh; they are never split over heads.
 
         Args:
-          rows: the axes that split sequences, as an entry of a spec.
-          heads: the axis that splits heads.
+          rows: the mesh axes that split rows, as an entry of a spec.
+          heads: the mesh axis that splits heads; ignored, as all heads share the latents.
           padded: whether it has `starts`.
         """
         part: Any = PartitionSpec(rows)
@@ -219,8 +223,8 @@ class LatentAttention(nnx.Module):
     def extend(self, x: jax.Array, cache: LatentCache) -> tuple[jax.Array, LatentCache]:
         """Apply the layer to s more positions after those in a cache, without computing the cached keys and values.
 
-        What would make keys of latents goes into the queries, and what makes values comes after the mixing: all heads read the
-        latents themselves, as if they were one head's keys and values ("absorbed", DeepSeek-V2).
+        The weights that compute keys from latents multiply the queries, and those that compute values multiply the attention's
+        result: all heads read the latents as if they were one head's keys and values ("absorbed", DeepSeek-V2).
 
         Args:
           x: [b, s, h], whole.

@@ -105,8 +105,8 @@ class ColumnParallelLinear(nnx.Linear):
       ring: cut gathers and scatters into hops between the products, to overlap them; needs `sequence_parallel`.
       overlap: issue the reduction of x's gradient before the product of the kernel's, to run behind it; not with `ring`.
       axis: the mesh axis.
-      pads: o may leave a remainder: of ceil(o/n) columns on each rank those behind the last feature are zeros, and an output
-        that is left split ends with theirs. For an output layer over a vocabulary: give the loss `words=o`.
+      pads: o may leave a remainder: each rank has ceil(o/n) columns, those behind the last feature are zeros, and an output
+        that stays split ends with their zeros. For an output layer over a vocabulary: give the loss `words=o`.
       units: parts of the output features that are not cut (attention heads); None: any cut will do.
       rngs: stream `params`.
       **options: those of `nnx.Linear`.
@@ -252,8 +252,8 @@ class VocabParallelEmbedding(nnx.Embed):
       features: f.
       sequence_parallel: the result is this rank's part [..., s/n, f] of the sequence, and so is `attend`'s query.
       gather_output: `attend` returns all logits on every rank instead of this rank's.
-      pads: v may leave a remainder: of ceil(v/n) rows on each rank those behind the last word are zeros, which no id means. The
-        logits that `attend` leaves split then end with such that stand for no word: give the loss `words=v`.
+      pads: v may leave a remainder: each rank has ceil(v/n) rows, and those behind the last word are zeros, which no id means.
+        The logits that `attend` leaves split then end with some that stand for no word: give the loss `words=v`.
       overlap: `attend` issues the reduction of the query's gradient before the product of the table's, to run behind it.
       axis: the mesh axis.
       rngs: stream `params`.
@@ -317,7 +317,8 @@ class VocabParallelEmbedding(nnx.Embed):
         Returns:
           [..., v/n], this rank's logits, as `vocab_parallel_cross_entropy` takes them; [..., v] with `gather_output`.
 
-        Communicates: one all-reduce of the query backward, or what sequence parallelism makes of it.
+        Communicates: one all-reduce of the query backward; with sequence parallelism one all-gather of it forward, an
+        all-gather and a reduce-scatter backward.
         """
         axes = bound(self.axis)
         if out_sharding is not None and not axes:

@@ -90,7 +90,7 @@ def padded_words(name: str, block: int, axes: tuple[str, ...], words: int | None
       name: of the loss, for the message.
       block: the words and the padding that one rank has.
       axes: bound ones of the ranks.
-      words: as given.
+      words: the user's number of words, or None.
 
     Raises:
       ValueError: when so many words would not be split into such blocks.
@@ -104,7 +104,7 @@ def padded_words(name: str, block: int, axes: tuple[str, ...], words: int | None
 
 
 def is_word(block: int, axes: tuple[str, ...], words: int) -> jax.Array:
-    """Which rows of this rank's block are words rather than padding: booleans [block]."""
+    """Which entries of this rank's block of the vocabulary are words rather than padding: booleans [block]."""
     return axis_index(axes) * block + jnp.arange(block) < words
 
 
@@ -263,12 +263,12 @@ def chunked_cross_entropy(
     softcap: float | None = None,
     words: int | None = None,
 ) -> jax.Array:
-    """Cross entropy in nats of the logits `x @ table`: what `vocab_parallel_cross_entropy` makes of them, chunk by chunk.
+    """Cross entropy in nats of the logits `x @ table`, as by `vocab_parallel_cross_entropy`; only one chunk's exist at once.
 
     Args:
       x: [..., s, h] (s sequence, h hidden size), the same on every rank; with `sequence_parallel` [..., s/n, h].
-      table: [h, v/n] or [v/n, h] (v vocabulary), this rank's words; all of them where the axis is not bound, and what is
-        made of the parameter of a layer that `auto_parallelize` swapped.
+      table: [h, v/n] or [v/n, h] (v vocabulary), this rank's words; all of them where the axis is not bound, or where the table
+        is the parameter of a layer that `auto_parallelize` swapped, which code sees gathered.
       targets: integers [..., s], the same on every rank. Positions of negative ones have loss 0 and no gradient.
       axis: the mesh axis of n ranks that splits the vocabulary.
       chunk: words whose logits are there at once; the last chunk may be shorter.
@@ -290,12 +290,13 @@ def chunked_cross_entropy(
     Communicates: as `vocab_parallel_cross_entropy` and the layer that makes its logits.
     """
     axes = bound(axis)
-    _check(x, table, targets, chunk, words_dim, softcap)
+    sequence_parallel = bool(axes) and sequence_parallel
+    _check(x, table, targets, chunk, words_dim, softcap, axis_size(axes) if sequence_parallel else 1)
     if not axes:
         refuse_beyond("chunked_cross_entropy", targets, table.shape[words_dim], ignore_label)
     targets = as_counted(targets, ignore_label)
     words = padded_words("chunked_cross_entropy", table.shape[words_dim], axes, words)
-    form = _chunked_form(axes, chunk, words_dim % 2, bool(axes) and sequence_parallel, targets.ndim, softcap, words)
+    form = _chunked_form(axes, chunk, words_dim % 2, sequence_parallel, targets.ndim, softcap, words)
     return split_loss(form, table, x, targets)
 
 
@@ -329,14 +330,19 @@ def _chunked_form(
 
 
 def _check(
-    x: jax.Array, table: jax.Array, targets: jax.Array, chunk: int, words_dim: int, softcap: float | None
+    x: jax.Array, table: jax.Array, targets: jax.Array, chunk: int, words_dim: int, softcap: float | None, parts: int
 ) -> None:
+    """Refuse operands that do not fit; `parts` is the number of ranks that split x's positions."""
     problems = []
-    if table.ndim != 2 or table.shape[1 - words_dim] != x.shape[-1]:
+    if words_dim not in (-2, -1, 0, 1):
+        problems.append(f"words_dim={words_dim} must be a dim of the table, 0 or 1")
+    elif table.ndim != 2 or table.shape[1 - words_dim % 2] != x.shape[-1]:
         problems.append(f"a table of shape {table.shape} with words along dim {words_dim} does not multiply {x.shape}")
-    if not jnp.issubdtype(targets.dtype, jnp.integer) or targets.ndim != x.ndim - 1:
+    positions = (*x.shape[:-2], x.shape[-2] * parts) if parts > 1 else x.shape[:-1]
+    if not jnp.issubdtype(targets.dtype, jnp.integer) or targets.shape != positions:
         problems.append(
-            f"targets {targets.dtype.name}{list(targets.shape)} must be integers, one per position of {x.shape}"
+            f"targets {targets.dtype.name}{list(targets.shape)} must be integers of shape {positions}, one per position of "
+            f"x {x.shape}"
         )
     if softcap is not None and softcap <= 0:
         problems.append(f"softcap={softcap} must be positive, or None")

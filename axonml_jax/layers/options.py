@@ -29,7 +29,7 @@ class RopeScaling:
     Attributes:
       kind: linear divides all frequencies (Chen et al. 2023); llama3 the low ones, with a ramp in between (Llama 3.1); yarn
         likewise by turns within the length of pretraining, and scales queries and keys (Peng et al. 2023).
-      factor: by which low frequencies are divided.
+      factor: what frequencies are divided by: all of them (linear), or the low ones.
       original_length: longest sequence of pretraining; for llama3 and yarn.
       low_frequency: llama3: frequencies of fewer turns than this within original_length are divided.
       high_frequency: llama3: those of more stay.
@@ -129,11 +129,11 @@ class LatentConfig:
     """Sizes of multi-head latent attention, whose keys and values are computed from a few numbers (DeepSeek-V3).
 
     Attributes:
-      kv_rank: numbers of a position of which keys and values are made; 0: attention has no latents.
-      query_rank: numbers of a position of which queries are made; null: these are made of the block's input.
-      plain_size: of a head's query and key, numbers that do not turn with the position.
-      rotary_size: numbers that do; those of the key are the same for all heads.
-      value_size: of a head's value.
+      kv_rank: size of a position's latent, from which keys and values are computed; 0: attention has no latents.
+      query_rank: size of the latent from which queries are computed; null: they are computed from the block's input.
+      plain_size: size of the part of a head's query and key that has no rotary positions.
+      rotary_size: size of the part that has; the key's is the same for all heads.
+      value_size: size of a head's value.
       norm_eps: epsilon of the norms of the latents.
       mscale: with rope_scaling of kind yarn: scores are multiplied by (1 + 0.1 * mscale * ln(factor)) ** 2.
     """

@@ -68,8 +68,9 @@ class Visible:
 
 @dataclass(frozen=True)
 class WeightsDropout:
-    """The mask of the weights: `bernoulli(key, 1 - rate, shape)` of an array over rows, heads, queries and keys, or over some
-    of them; or for each head of its own key one over the others.
+    """The mask of the weights: `bernoulli(key, 1 - rate, shape)` over rows, heads, queries and keys, or over some of these.
+
+    With `by_head` each head has its own key, and a mask over the others.
 
     Attributes:
       rate: the probability of being dropped.
@@ -262,7 +263,7 @@ def by_rank(x: jax.Array, order: Order, ranks: int, dim: int) -> jax.Array:
 # --------------------------------------------------------------------------------------------------
 
 BLOCK = 128
-"""Queries and keys of a piece are multiples of it: the lanes of a chip's vectors."""
+"""Splash takes queries and keys in multiples of it: the lanes of a TPU's vectors."""
 
 _PAIRS = 2**17  # of blocks in a table, which lies in the scalar memory of a chip: 1 MiB of all but the oldest
 _MOST = 512
@@ -272,9 +273,9 @@ LARGEST_PIECE = _PAIRS * (2 * _MOST) ** 2
 
 
 def block_sizes(queries: int, keys: int) -> tuple[int, int] | None:
-    """The block sizes of queries and of keys, multiples of 128 that divide them; None if there were too many blocks.
+    """Splash's block sizes of queries and of keys, multiples of 128 that divide them; None if there were too many blocks.
 
-    Of at most 512; of twice as many where the table of pairs would be too large.
+    At most 512; at most 1,024 where the table of pairs of blocks would be too large.
 
     >>> block_sizes(1024, 384), block_sizes(2**17, 2**20), block_sizes(2**20, 2**21)
     ((512, 384), (1024, 1024), None)
@@ -293,7 +294,7 @@ def _divisor(length: int, most: int) -> int:
 def most_visits(
     visible: Visible, pairs: Iterable[tuple[np.ndarray, np.ndarray]], rows: int, columns: int
 ) -> tuple[int, int]:
-    """The most blocks of keys that a block of queries visits, and the most blocks of queries that visit one of keys.
+    """The most blocks of keys that any block of queries visits, and the most blocks of queries that visit any block of keys.
 
     Args:
       visible: what positions see.
@@ -309,9 +310,9 @@ def most_visits(
 
 
 def visits(may: jax.Array, most: tuple[int, int]) -> Visits:
-    """For every block the blocks that it visits, in order, padded with repeats of the last, which do not count.
+    """For every block the blocks that it visits, in order, padded with repeats of the last, which are masked.
 
-    What is named again is not fetched again.
+    The kernel does not fetch a block again that is named twice in a row.
 
     Args:
       may: bool [i, j], whether a block of queries sees a block of keys.
@@ -341,7 +342,7 @@ Spans = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class RingRounds:
-    """The rounds of a ring: in round r rank i has the keys and values of rank i - r, if it or one further along needs them.
+    """The rounds of a ring: in round r rank i has the keys and values of rank i - r, if it or a rank after it needs them.
 
     Attributes:
       needed: `needed[i][j]`: whether queries of rank i may see keys of rank j.
@@ -461,7 +462,7 @@ class Given(NamedTuple):
     Attributes:
       arrays: what `modify` reads.
       key: the dropout's key data; None without.
-      first_head: the first of these query heads among all that `modify` and the dropout speak of.
+      first_head: the index of this rank's first query head among all heads, by which `modify` and the dropout count.
     """
 
     arrays: tuple[jax.Array, ...] = ()
@@ -533,10 +534,10 @@ def may_see(how: Attention, here: Side, there: Side) -> jax.Array:
 
 
 def sunk(read: ReadPiece, sinks: jax.Array) -> ReadPiece:
-    """What queries read of the sinks: nothing, with the sinks' weight; to be merged with what they read of all keys.
+    """The sinks as a `ReadPiece`: an output of 0 with the sinks' weight, to be merged with what queries read of all keys.
 
     Args:
-      read: [t, b, g, r, x, ...], what they read of keys.
+      read: [t, b, g, r, x, ...], what they read of keys; its shapes and dtypes are used.
       sinks: [g * r], of the same heads.
     """
     top = jnp.broadcast_to(_by_head(read, sinks), read.top.shape)
@@ -562,8 +563,8 @@ def _by_head(read: ReadPiece, sinks: jax.Array) -> jax.Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# Attention of some queries to some keys, tile by tile, with the backward written by hand: no more scores than of one
-# tile.
+# Attention of some queries to some keys, tile by tile, with the backward written by hand: only one tile's scores exist
+# at once.
 #
 # Forward and backward are those of FlashAttention-2 (Dao 2023): the forward keeps the logarithm of every query's sum of
 # weights, the backward computes the weights anew from it, so that keys may come in any number of pieces, in any order.
@@ -731,8 +732,8 @@ def _where_seen(how: Attention, here: Side, there: Side, more: Callable, carry: 
 def _tied(q: jax.Array, at: Side, side: Side) -> tuple[jax.Array, Side, Side]:
     """Make places depend on the queries, so that XLA does not hoist them.
 
-    What depends on places alone, such as masks, is the same in every trip of a loop over layers: differentiating such a loop
-    JAX would compute it before the loop, for all tiles at once, and keep it.
+    Masks and other values that depend on places alone are the same in every trip of a loop over layers. When JAX differentiates
+    such a loop it would compute them before the loop, for all tiles at once, and keep them.
     """
     tied: Any = together((q, at, side))
     return tied

@@ -169,8 +169,8 @@ class Border:
     """How the ranks of some axes read an operand of a product, and how its gradient returns.
 
     Attributes:
-      axes: bound mesh axes; none: it is this rank's own.
-      dim: None: it is the same on every rank; a dim, counted from the end: every rank has a part of that.
+      axes: bound mesh axes; (): the rank has its own operand, nothing is sent.
+      dim: None: it is the same on every rank; else the dim, counted from the end, of which every rank has a part.
     """
 
     axes: tuple[str, ...] = ()
@@ -246,7 +246,7 @@ def ordered(
     """Compute `fn(full x, full weights)`; only the arguments are kept for the backward.
 
     Args:
-      fn: a function of both, such as a product, whose gradients read its operands only; what it closes over gets none.
+      fn: a function of both, such as a product, whose gradients read its operands only; what it closes over gets no gradient.
       x: this rank's part of x, or all of it.
       weights: a pytree of arrays.
       x_border: how x is read.
@@ -487,7 +487,7 @@ def entered(
       weights: a pytree of arrays.
       axes: bound mesh axes of total size n.
       sequence: whether x is split along the sequence.
-      ring: whether its gathers and the scatter are cut into hops between the products (`layers/products.py`).
+      ring: whether its gathers and the scatter are cut into hops between the products (`ring_gathered`); needs `sequence`.
       overlap: whether the reduction of x's gradient is issued before the products of the weights' gradients.
 
     Communicates: nothing forward and one all-reduce of x backward; with `sequence` one all-gather forward, an all-gather

@@ -1,7 +1,7 @@
 """Finds norms and cross entropies in other people's models and losses, and computes them by kernels on GPUs.
 
-A value is told by what it is of one array x [..., n]: its mean, its mean square, 1 / its deviation, its log weights. So any
-spelling in plain operations is found: Flax's own modules, optax's losses, or a few plain lines.
+A value is recognised by what it is of one array x [..., n]: its mean, its mean square, 1 / its deviation, its log weights. So
+any spelling in plain operations is found: Flax's own modules, optax's losses, or a few plain lines.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ from axonml_jax.program.program import (
 from axonml_jax.program.values import Level, Nested, NotStatic, elements, nested, number
 
 # --------------------------------------------------------------------------------------------------
-# What a value is of an array x [..., n].
+# How a value of a program depends on an array x [..., n]. A "number" of a value is its name in the program.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -45,14 +45,14 @@ class Form:
     """A value recognised as a function of x [..., n].
 
     Attributes:
-      what: "x", "squares", "centered", "normed", "lowered" (by its largest), "exps", "log weights" and more, each [..., n]; a
-        number for each row, as "mean", "inverse" (of the deviation), "peak", "normalizer" (the log of the sum of
+      what: "x", "squares", "centered", "normed", "lowered" (minus its largest), "exps", "log weights" and more, each [..., n];
+        or one value for each row, such as "mean", "inverse" (of the deviation), "peak", "normalizer" (the log of the sum of
         exponentials), "log weight" (the target's), "loss" (its negative).
       x: the number of x.
-      centers: whether x without its mean is meant: a variance in the place of a mean square.
+      centers: whether x minus its mean is meant: a variance in the place of a mean square.
       epsilon: what was added to the mean square.
-      scale, shift: the numbers of vectors of n, where there are such.
-      targets: a row's target, its number or a constant.
+      scale, shift: the numbers of the vectors [n] that it was multiplied by, and that were added; None: there are none.
+      targets: the rows' targets, a number or a constant.
       beyond: what the log weight of a target outside of 0 to n - 1 is: "nan", "zero" or that of the "nearest".
     """
 
@@ -78,7 +78,7 @@ _FULL = (
     "is target",
     "picked",
 )
-"""What has all of x's elements; all else has a number for each row."""
+"""The forms with all of x's elements; all others have one value for each row."""
 
 _OF_ONE = {
     ("rsqrt", "mean square"): "inverse",
@@ -102,7 +102,7 @@ _OF_ONE = {
     ("gather", "lowered"): "lowered target",
     ("gather", "log weights"): "log weight",
 }
-"""By primitive and what it is given."""
+"""The form of a result, by the primitive and the form of its operand."""
 
 _OF_TWO = {
     ("sub", "mean square", "mean squared"): "mean square",
@@ -122,7 +122,7 @@ _OF_TWO = {
     ("sub", "log sum", "lowered target"): "loss",
     ("sub", "lowered target", "log sum"): "log weight",
 }
-"""The same of two values of one x."""
+"""The same for primitives of two operands, which must be forms of one x."""
 
 _SAME = ("convert_element_type", "broadcast_in_dim", "reshape", "squeeze", *CASTS)
 _FLOATS = lambda aval: jnp.issubdtype(aval.dtype, jnp.floating)
@@ -142,13 +142,13 @@ def _holds(narrow: Any, wide: Any) -> bool:
 
 
 class _Reader:
-    """The facts about the values of one level of a program.
+    """The facts about the values of one level of a program, by their numbers.
 
     Attributes:
-      forms: what values are of others.
-      roots: of what is a float cast to a wider type, what it was.
-      vectors: of what repeats [n] for every row, that.
-      words: what is 0, 1, 2 ... along its last dim.
+      forms: the forms of values.
+      roots: of a float that was cast to a wider type, or is unchanged otherwise, the number of the original.
+      vectors: of a value that repeats a vector [n] for every row, the number of the vector.
+      words: the values that are 0, 1, 2 ... along their last dim.
     """
 
     def __init__(self, values: Nested, level: Level, spread: set[int]):
@@ -224,7 +224,7 @@ class _Reader:
         if same in self.vectors and self.avals[same].shape[-1:] == self.avals[made].shape[-1:]:
             self.vectors[made] = self.vectors[same]
 
-    # Casts, and dims that are added or spread.
+    # Casts, reshapes and broadcasts.
 
     def _follow(self, equation: Equation, given: int, made: int) -> None:
         a, b = self.avals[given], self.avals[made]
@@ -261,7 +261,7 @@ class _Reader:
         own = shape and shape[-1] > 1 and all(size == 1 for size in shape[:-1])
         return self.vectors.get(atom, atom if own else None)
 
-    # Operations on what is known.
+    # The form of a result, from the forms of its operands.
 
     def _seen(self, atom: Atom) -> list[Form]:
         """The possible forms of a value: the recognised one, and an array by itself."""
@@ -434,8 +434,8 @@ class Body:
 
     Attributes:
       live: its equations whose results are read, in order.
-      instead: what the result of an equation is, which a kernel makes.
-      goes_on: those of which x is read afterwards too.
+      instead: the equations whose result a kernel computes, with the form of that result.
+      goes_on: those of the latter whose x is read by later equations too.
     """
 
     live: tuple[Equation, ...]
@@ -448,8 +448,8 @@ class Found:
     """The recognised norms and cross entropies of a program.
 
     Attributes:
-      bodies: of each program in it, itself included, how it is run.
-      inside: the equations that have some in their bodies.
+      bodies: how each program in it, itself included, is run.
+      inside: the equations whose bodies contain recognised norms or cross entropies.
     """
 
     bodies: Mapping[Program, Body]

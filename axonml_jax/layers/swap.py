@@ -30,11 +30,11 @@ from axonml_jax.program.program import Equation, Program, entry_of, follow, is_c
 class FusedColumnLinear(ColumnParallelLinear):
     """A `ColumnParallelLinear` whose output consists of `blocks` equal parts, each split over the ranks.
 
-    The kernel rests by plain columns, as every other; where it is multiplied with, ranks have swapped columns, so that each
-    has its own of every block. Made by `auto_parallelize`.
+    The kernel rests split by contiguous columns, as any other; before the product ranks exchange columns, so that each has its
+    part of every block. Made by `auto_parallelize`.
 
     Attributes:
-      blocks: how many.
+      blocks: the number of equal parts, such as 3 for queries, keys and values.
 
     Communicates: besides, an all-to-all of the kernel's and the bias's shard forward, and of their gradients' backward.
     """
@@ -42,7 +42,7 @@ class FusedColumnLinear(ColumnParallelLinear):
     blocks: int
 
     def columns(self) -> tuple[jax.Array, jax.Array | None]:
-        """The kernel and the bias that this rank multiplies with, of every block its part."""
+        """The kernel and the bias that this rank multiplies with: its part of every block."""
         kernel, bias = super().columns()
         own = lambda shard: own_of_blocks(shard, self.blocks, bound(self.axis))
         return own(kernel), None if bias is None else own(bias)
@@ -52,7 +52,7 @@ def own_of_blocks(shard: jax.Array, blocks: int, axes: AxisNames) -> jax.Array:
     """This rank's part of every block of a shard.
 
     Args:
-      shard: [..., d/n], this rank's part of a dim that is cut plainly.
+      shard: [..., d/n], this rank's contiguous part of the dim.
       blocks: k equal parts of that dim; k n divides d.
       axes: mesh axes of total size n.
 
@@ -136,8 +136,11 @@ class SplitEinsum(nnx.Einsum):
         axes = bound(self.mesh_axis)
         if not axes:
             return super().__call__(inputs, einsum_str, out_sharding)
-        if self.einsum_str is None:
-            raise ValueError(f"SplitEinsum was split by the letter {self.letter!r} of its own equation, which is gone")
+        if self.einsum_str is None or (einsum_str is not None and _spelled(einsum_str) != _spelled(self.einsum_str)):
+            raise ValueError(
+                f"auto_parallelize split this Einsum by the letter {self.letter!r} of its equation {self.einsum_str!r}, and "
+                f"this call computes {einsum_str!r}: leave the layer out, auto_parallelize(..., exclude=its path in the report)"
+            )
         kernel = own_part(self.kernel)
         ours = {"kernel": kernel, "kernel_shape": kernel.shape}
         if self.part == "row":
@@ -180,6 +183,10 @@ class SplitHeadsAttention(nnx.MultiHeadAttention):
         return super().__call__(inputs_q, inputs_k, inputs_v, mask=mask, **options)
 
 
+def _spelled(equation: str) -> str:
+    return equation.replace(" ", "")
+
+
 def result_dim(equation: str, letter: str) -> int:
     """The dim of an einsum's result that a letter names, counted from the side without an ellipsis.
 
@@ -200,7 +207,7 @@ def letters_of(equation: str) -> tuple[str, str, str]:
     >>> letters_of("bsh, hnd -> bsnd")
     ('bsh', 'hnd', 'bsnd')
     """
-    operands, _, result = equation.replace(" ", "").partition("->")
+    operands, _, result = _spelled(equation).partition("->")
     given, kernel = operands.split(",")
     return given, kernel, result
 
@@ -273,7 +280,7 @@ class SplitAxes:
       axis: the axis that splits output features: `tensor`, or `row` where there is no `tensor`.
       ranks: its degree.
       into: into how many parts input features are split besides: col x depth.
-      is_grid: whether they are: then layers are AxoNN's 3-D ones.
+      is_grid: whether `into` is above 1: then layers are AxoNN's 3-D ones.
     """
 
     axis: str
@@ -336,7 +343,7 @@ class AutoReport:
 
     Attributes:
       axes: the mesh axes that split layers, with their degrees.
-      entries: one per layer, in the model's order.
+      entries: one per layer, in the model's order; in a `with` block in the order in which layers were made.
     """
 
     axes: dict[str, int]
@@ -385,7 +392,7 @@ def _common(group: list[SwappedLayer]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# How a dim that is split over ranks goes through one equation of a traced program, where it may (`program/program.py`).
+# How a dim that is split over ranks passes through one equation of a traced program (`follow` in `program/program.py`).
 # --------------------------------------------------------------------------------------------------
 
 
@@ -395,8 +402,8 @@ class Split:
 
     Attributes:
       dim: the dim that is split.
-      sources: the layers whose outputs it is made of.
-      blocks: of how many equal parts behind each other the dim consists, each of them split.
+      sources: the layers from whose split outputs it is computed.
+      blocks: the number of equal consecutive parts of the dim, each of which is split.
     """
 
     dim: int
@@ -437,7 +444,7 @@ def carried(equation: Equation, marks: Sequence[Mark], ranks: int) -> Mark | boo
 
 
 def _followed(equation: Equation, k: int, mark: Split, ranks: int) -> Split | None:
-    """Where operand k's split dim goes, and what becomes of its blocks."""
+    """The split dim of the result that operand k's split dim becomes, and its blocks; None if the operation mixes it."""
     op = equation.op
     if mark.blocks == 1:
         dim = follow(op, k, mark.dim, ranks)
@@ -512,7 +519,7 @@ class LayerPart(NamedTuple):
 
 
 def modes_of(model: nnx.Module) -> list[bool | None]:
-    """The modes in which the model's calls may differ: as it is, and training and evaluation if layers depend on it."""
+    """The modes to trace: None (as it is), and True (training) and False (evaluation) if layers have such a switch."""
     modules = [module for _, module in nnx.iter_graph(model) if isinstance(module, nnx.Module)]
     switches = any(hasattr(each, name) for each in modules for name in ("deterministic", "use_running_average"))
     return [None, True, False] if switches else [None]
@@ -529,7 +536,7 @@ def traced(
 
     Args:
       model: the model; a copy of it is traced.
-      paths: the layers of interest; None: as it is.
+      paths: the layers of interest, with the part that a rank has of each; None: the layer is whole.
       example: the call.
       ranks: into how many parts features are split.
       training: True or False switch the model as `model.train()` and `model.eval()` do.
@@ -596,27 +603,30 @@ Change = tuple[type, dict[str, Any], dict[str, PartitionSpec], str]
 
 GATHERS = "columns, gathers its output"
 EASY = {"scatter_input": True, "gather_output": True, "overlap": False}
-"""Of every 3-D layer: activations are whole between layers."""
+"""The attributes of every 3-D layer: activations are whole between layers."""
 
 
 class Left(Exception):  # not an error: the answer "no", with its reason
     """Raised with the reason why a layer is not swapped."""
 
 
-def linear(layer: nnx.Linear, ground: SplitAxes) -> Change:
+def linear(layer: nnx.Linear, split_axes: SplitAxes) -> Change:
     """The change of a linear layer: by columns if they divide, else by rows."""
-    if ground.is_grid:
-        grid = Grid.of(ground.axes, False)
-        sizes = {"in_features": (layer.in_features, ground.into), "out_features": (layer.out_features, ground.ranks)}
+    if split_axes.is_grid:
+        grid = Grid.of(split_axes.axes, False)
+        sizes = {
+            "in_features": (layer.in_features, split_axes.into),
+            "out_features": (layer.out_features, split_axes.ranks),
+        }
         _divide(sizes)
         attributes = {**EASY, "grid": grid, "units": None}
         return ParallelLinear, attributes, {"kernel": grid.weight(), "bias": grid.bias}, "3-D, whole input and output"
-    if layer.out_features % ground.ranks == 0:
-        return column(ground.axis, gather_output=True)
-    if layer.in_features % ground.ranks == 0:
-        return row(ground.axis, input_is_parallel=False)
+    if layer.out_features % split_axes.ranks == 0:
+        return column(split_axes.axis, gather_output=True)
+    if layer.in_features % split_axes.ranks == 0:
+        return row(split_axes.axis, input_is_parallel=False)
     raise Left(
-        f"neither {layer.in_features} input nor {layer.out_features} output features divide over {ground.ranks} ranks"
+        f"neither {layer.in_features} input nor {layer.out_features} output features divide over {split_axes.ranks} ranks"
     )
 
 
@@ -649,46 +659,48 @@ def row(axis: str, *, input_is_parallel: bool) -> Change:
     return RowParallelLinear, attributes, {"kernel": PartitionSpec(axis, None)}, how
 
 
-def embed(layer: nnx.Embed, ground: SplitAxes) -> Change:
+def embed(layer: nnx.Embed, split_axes: SplitAxes) -> Change:
     """The change of a table: split by rows."""
-    if ground.is_grid:
-        grid = Grid.of(ground.axes, False)
-        _divide({"num_embeddings": (layer.num_embeddings, ground.into), "features": (layer.features, ground.ranks)})
+    if split_axes.is_grid:
+        grid = Grid.of(split_axes.axes, False)
+        _divide(
+            {"num_embeddings": (layer.num_embeddings, split_axes.into), "features": (layer.features, split_axes.ranks)}
+        )
         attributes: dict[str, Any] = {**EASY, "grid": grid}
         return ParallelEmbedding, attributes, {"embedding": grid.weight()}, "3-D, whole output"
-    _divide({"num_embeddings": (layer.num_embeddings, ground.ranks)})
+    _divide({"num_embeddings": (layer.num_embeddings, split_axes.ranks)})
     attributes = {
-        "axis": ground.axis,
+        "axis": split_axes.axis,
         "sequence_parallel": False,
         "gather_output": True,
         "overlap": False,
         "pads": False,
     }
-    return VocabParallelEmbedding, attributes, {"embedding": PartitionSpec(ground.axis, None)}, "rows of the table"
+    return VocabParallelEmbedding, attributes, {"embedding": PartitionSpec(split_axes.axis, None)}, "rows of the table"
 
 
-def conv(layer: nnx.Conv, ground: SplitAxes) -> Change:
+def conv(layer: nnx.Conv, split_axes: SplitAxes) -> Change:
     """The change of a convolution: split by channels."""
-    grid, groups = Grid.of(ground.axes, False), layer.feature_group_count
+    grid, groups = Grid.of(split_axes.axes, False), layer.feature_group_count
     _divide(
         {
-            "input channels per group": (layer.in_features // groups, ground.into),
-            "output channels": (layer.out_features, ground.ranks),
+            "input channels per group": (layer.in_features // groups, split_axes.into),
+            "output channels": (layer.out_features, split_axes.ranks),
         }
     )
     if groups > 1:
-        _divide({"groups": (groups, ground.ranks)})
+        _divide({"groups": (groups, split_axes.ranks)})
     attributes = {**EASY, "grid": grid}
     specs = {"kernel": grid.weight(len(layer.kernel_shape)), "bias": grid.bias}
     return ParallelConv, attributes, specs, "channels, gathers its output"
 
 
-def linear_general(layer: nnx.LinearGeneral, ground: SplitAxes) -> Change:
+def linear_general(layer: nnx.LinearGeneral, split_axes: SplitAxes) -> Change:
     """The change of an `nnx.LinearGeneral`: split by its first output dim."""
     if layer.batch_axis:
         raise Left("it has batch axes")
-    _divide({"in the first output dim, the only one that is split,": (layer.out_features[0], ground.ranks)})
-    return heads(layer, ground.axis, gather_output=True)
+    _divide({"in the first output dim, the only one that is split,": (layer.out_features[0], split_axes.ranks)})
+    return heads(layer, split_axes.axis, gather_output=True)
 
 
 def heads(layer: nnx.LinearGeneral, axis: str, *, gather_output: bool) -> Change:
@@ -706,16 +718,16 @@ def of_heads(layer: nnx.LinearGeneral, axis: str) -> Change:
     return SplitLinearGeneral, attributes, {"kernel": PartitionSpec(axis, *rest)}, "rows, takes a split input"
 
 
-def einsum(layer: nnx.Einsum, ground: SplitAxes) -> Change:
+def einsum(layer: nnx.Einsum, split_axes: SplitAxes) -> Change:
     """The change of an einsum: split by the first kernel letter that the result keeps and that divides."""
     if layer.einsum_str is None:
         raise Left("its equation is given with every call")
-    free = free_letters(layer, ground.ranks)
+    free = free_letters(layer, split_axes.ranks)
     if not free:
         raise Left(
-            f"no letter of the kernel in {layer.einsum_str!r} that only the result has divides over {ground.ranks}"
+            f"no letter of the kernel in {layer.einsum_str!r} that only the result has divides over {split_axes.ranks}"
         )
-    return einsum_column(layer, ground.axis, free[0], gather_output=True)
+    return einsum_column(layer, split_axes.axis, free[0], gather_output=True)
 
 
 def free_letters(layer: nnx.Einsum, ranks: int) -> list[str]:
@@ -752,7 +764,7 @@ def _letter_specs(layer: nnx.Einsum, axis: str, letter: str) -> dict[str, Partit
     return specs
 
 
-def attention(layer: nnx.MultiHeadAttention, ground: SplitAxes) -> dict[str, Change]:
+def attention(layer: nnx.MultiHeadAttention, split_axes: SplitAxes) -> dict[str, Change]:
     """The changes of an attention layer ("") and its projections: split by heads.
 
     Raises:
@@ -767,12 +779,15 @@ def attention(layer: nnx.MultiHeadAttention, ground: SplitAxes) -> dict[str, Cha
         raise Left("it normalizes queries and keys with parameters that all heads share")
     if layer.decode:
         raise Left("its cache holds all heads")
-    _divide({"heads": (layer.num_heads, ground.ranks), "key and value heads": (kv_heads, ground.ranks)})
+    _divide({"heads": (layer.num_heads, split_axes.ranks), "key and value heads": (kv_heads, split_axes.ranks)})
     changes = {
-        name: heads(getattr(layer, name), ground.axis, gather_output=False) for name in ("query", "key", "value")
+        name: heads(getattr(layer, name), split_axes.axis, gather_output=False) for name in ("query", "key", "value")
     }
-    changes["out"] = of_heads(layer.out, ground.axis)
-    return {"": (SplitHeadsAttention, {"mesh_axis": ground.axis}, {}, "heads, pairs its own projections"), **changes}
+    changes["out"] = of_heads(layer.out, split_axes.axis)
+    return {
+        "": (SplitHeadsAttention, {"mesh_axis": split_axes.axis}, {}, "heads, pairs its own projections"),
+        **changes,
+    }
 
 
 RULES: Mapping[type, Callable[[Any, SplitAxes], Change]] = {
@@ -818,10 +833,11 @@ class Port:
 
     Attributes:
       out_size: size of the output dim that would be split.
-      out_dim: that dim, of so many dims of the output.
-      takes: how the layer takes an input of so many dims that is split along one of them: the change; None: it cannot.
-      opens: the change that leaves the output split, in so many blocks.
-      fuses: whether they may be more than one.
+      out_dim: `out_dim(ndim)`: that dim of an output of ndim dims.
+      takes: `takes(dim, ndim)`: the change by which the layer takes an input of ndim dims that is split along dim; None: it
+        cannot.
+      opens: `opens(blocks)`: the change that leaves the output split, in so many blocks.
+      fuses: whether there may be more than one block.
     """
 
     out_size: int
@@ -897,11 +913,12 @@ class Walk:
 
     Attributes:
       broken: layers whose output must be whole, each with the reason.
-      fused: those of them that may stay split in blocks, and in how many.
-      rows: layers that take a split input: along which of how many dims.
-      opened: layers whose output is split: along which dim.
+      fused: those of them that may stay split in blocks, with the number of blocks.
+      rows: layers that take a split input, with (the split dim, the input's number of dims).
+      opened: layers whose output is split, with the split dim.
       whole: layers that take a whole input.
-      steps: what the program does: see `doing`, the equation, and the sizes that a rank may see in each dim of each result.
+      steps: one for each equation: what it does (see `doing`), the equation, and the sizes that a rank may see in each dim of
+        each result.
     """
 
     def __init__(self, names: list[Path], ports: Mapping[Path, Port], columns: Mapping[Path, int], ranks: int):
@@ -1040,10 +1057,10 @@ class Pairs:
 
     Attributes:
       columns: layers whose output may stay split.
-      rows: layers that take it: along which of how many dims of their input.
+      rows: layers that take it, with (the split dim, the input's number of dims).
       read: layers whose parameters are read outside their own calls.
       why: of other layers, why their output may not stay split.
-      blocks: of columns that are several layers side by side, of how many.
+      blocks: the number of layers in columns that are several layers side by side.
     """
 
     columns: set[Path] = field(default_factory=set)

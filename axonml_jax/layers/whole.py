@@ -49,7 +49,7 @@ UNITS = "tensor_units"
 PADS = "tensor_pads"
 """On a parameter whose dims may leave a remainder: the last ranks' parts then end with zeros, which its layer knows."""
 WHOLE = "tensor_whole"
-"""The whole shape, on a parameter that looks whole to all but its own layer (`layers/whole.py`)."""
+"""The full shape, without stacked dims, of a parameter that all code but its own layer sees gathered (`own_part`)."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Units:
     Attributes:
       count: how many.
       name: what they are, for messages.
-      replicated: with fewer parts than ranks every rank holds all of them; otherwise that is refused.
+      replicated: True: where there are fewer parts than ranks, every rank holds all of them; False: that is refused.
     """
 
     count: int
@@ -82,7 +82,7 @@ def tensor_specs(model: nnx.Module | None, axis_sizes: Mapping[str, int]) -> dic
     """The specs of a model's parameters on a mesh, by path.
 
     Args:
-      model: a module with or without parallel layers, on arrays or on shapes; None has none.
+      model: a module with or without parallel layers, on arrays or on shapes; None (a Linen model) gives no specs.
       axis_sizes: the sizes of the mesh's axes (`mesh.shape`). An axis that the mesh lacks splits nothing.
 
     Returns:
@@ -283,7 +283,8 @@ def _same(x: jax.Array, places: Places) -> jax.Array:
     return x
 
 
-# A loss may differentiate the model by itself: a derivative of a `jit` keeps its name, so what that is is said here.
+# A loss may differentiate the model by itself. JAX gives the derivative of a `jit` the `jit`'s name, which would be the
+# wrong mark: these marks therefore define their own derivatives.
 
 
 @functools.cache
@@ -336,10 +337,10 @@ class Form:
 
     Attributes:
       name: the function's, for messages.
-      options: all that its result depends on besides the operands, for the equation's name.
+      options: all values that its result depends on besides the operands; they are part of the equation's name.
       subject: what its first operand is called.
-      remedy: what to do where that is whole.
-      axes: those that split it.
+      remedy: what to do where that is whole, for messages.
+      axes: the mesh axes that split it.
       part: the loss of parts.
       whole: the loss of the same operands, whole over all axes.
       dims: how many dims each operand has.
@@ -627,7 +628,7 @@ def _on(old: Any, value: Any) -> Any:
 #
 # The model's program is traced on gathered parameters, so that no code of a user ever sees a shard, however it reads:
 # an attribute, a shape, `nnx.state`. Then it is run with the shards in their place: the part that a layer takes of a
-# gathered parameter is the shard that it was gathered from, and only what others read is gathered (`layers/whole.py`).
+# gathered parameter is the shard that it was gathered from, and only what others read is gathered (`run_marked`).
 # --------------------------------------------------------------------------------------------------
 
 
@@ -721,7 +722,7 @@ def _checked(fun: Callable, places: Mapping[str, Places], trains: bool, variable
         WholeLosses(marked_program(jaxpr), given).refuse()
     if whole:
         program = read_program(jaxpr)
-        # The rest is behind them.
+        # The losses are the program's first results; `out` follows.
         _refuse_parts(dict(zip(whole, differing(program, given, lambda *_: None), strict=False)))
         if trains:
             _refuse_gradients(program, given, len(jax.tree.leaves(variables.params)), next(iter(whole.values())))
@@ -743,8 +744,8 @@ def _refuse_gradients(program: Program, given: Sequence[Axes], trained: int, los
       program: a traced program that returns it.
       given: over which axes each input may differ.
       trained: how many of the inputs are trained; they come first.
-      loss: itself.
-      number: which result it is.
+      loss: the loss, as the program returned it.
+      number: which of the program's results the loss is.
 
     Raises:
       ValueError: with all lines and the remedy.

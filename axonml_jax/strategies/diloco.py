@@ -107,7 +107,7 @@ class DiLoCo(AbstractStrategy, LocalRounds, Bucketed, Decides):
         return _ALONE
 
     def model_problems(self, model: Functional, axis: AxisNames, degrees: Mapping[str, int]) -> list[str]:
-        """Problems of models with state that steps change, which replicas cannot join, or with complex parameters to pack."""
+        """Problems of models with state that steps change, which replicas cannot join, and of complex ones under a `wire`."""
         problems = []
         if jax.tree.leaves(model.shapes.state):
             problems.append(
@@ -134,9 +134,9 @@ class DiLoCo(AbstractStrategy, LocalRounds, Bucketed, Decides):
 
     @property
     def round_copies(self) -> float:
-        """Copies at the end of a round; fewer in int8, where leaves join one by one, so that few of their sums are there.
+        """Copies at the peak of a round's end; fewer in int8, where leaves are summed one by one, so that few sums are there.
 
-        Between 2.0 and 2.7, by the size of the largest leaf and the number of ranks, in the programs that were compiled.
+        In int8, compiled programs had 2.0 to 2.7 copies, by the size of the largest leaf and the number of ranks.
         """
         return 2.5 if self.wire == "int8" else 3
 
@@ -168,7 +168,7 @@ class DiLoCo(AbstractStrategy, LocalRounds, Bucketed, Decides):
     def round_flows(
         self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any
     ) -> tuple[Transfer, ...]:
-        """One all-reduce; for a matrix in int8 an all-to-all and an all-gather of its values, and of its scales."""
+        """One all-reduce; for a matrix in int8 an all-to-all and an all-gather of its values, and as many of its scales."""
         if not self._packs(layout):
             sent = wide(dtype) if self.wire == "int8" else self.round_dtype(dtype)
             return (Transfer(kind="all_reduce", elements=elements, ranks=ranks, dtype=sent),)

@@ -45,6 +45,8 @@ class Replicate(AbstractStrategy, Bucketed, Reducer, Decides):
         if problems := list(self._problems()):
             raise ValueError("; ".join(problems))
         object.__setattr__(self, "sync_strategy", GradSyncStrategy(self.sync_strategy))
+        if self.gradient_as_bucket_view is not None:  # 0 and NumPy's False are accepted, but are not `False`
+            object.__setattr__(self, "gradient_as_bucket_view", bool(self.gradient_as_bucket_view))
         if self.comm_dtype is not None:
             object.__setattr__(self, "comm_dtype", jnp.dtype(meant("dtype", self.comm_dtype)).name)
 

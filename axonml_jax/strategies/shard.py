@@ -94,7 +94,7 @@ NEIGHBOURS, ACROSS = 8, 128
 
 
 def groups(ranks: int, hop: int | None) -> tuple[Groups, Groups] | None:
-    """Groups of `hop` neighbours, and groups of the ranks that have one place among their neighbours; None: one hop is all.
+    """Groups of `hop` neighbours, and groups of the ranks at the same place in those; None: one hop, over all ranks.
 
     >>> groups(4, 2)
     ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
@@ -211,8 +211,8 @@ class Feedback:
     """The strategy of a plan whose sums' rounding error is fed back.
 
     Attributes:
-      axis: which it owns.
-      strategy: it.
+      axis: the mesh axes that the strategy owns.
+      strategy: the strategy.
       precision: the plan's.
     """
 
@@ -230,11 +230,11 @@ class Feedback:
         """Returns the rounding error: what the sum over ranks lacks of this rank's unreduced gradients; inside `shard_map`.
 
         Args:
-          grads: just before they are summed, what was left out before among them.
-          layouts: theirs.
+          grads: this rank's gradients just before they are summed, with the rounding error of earlier steps added.
+          layouts: the layouts of these leaves.
 
         Returns:
-          Shaped and typed like them.
+          Arrays of the gradients' shapes and dtypes.
         """
         return [self._of_leaf(grad, layout) for grad, layout in zip(grads, layouts, strict=True)]
 
@@ -266,8 +266,8 @@ def sums_packed(wire: ReduceWire | None, layout: Layout, dtype: Any) -> bool:
     """Whether parts of a gradient are packed.
 
     Args:
-      wire: as "bf16" all travel that are wider, or bf16 themselves: those are summed in float32 then, not by a collective in
-        bf16; as int8 those that `travels_packed` names. None: none are.
+      wire: "bf16" packs floating gradients wider than 16 bits, and bfloat16 ones, so that these are summed in float32 and not
+        by a collective in bfloat16. The int8 wires pack the leaves that `travels_packed` names. None packs none.
       layout: the leaf's.
       dtype: the dtype in which gradients are reduced.
     """
@@ -297,20 +297,20 @@ def sum_transfers(wire: ReduceWire, elements: Any, ranks: int, padding: Any) -> 
 
 
 def filled_of(wire: ReduceWire, elements: int) -> int:
-    """Counts the zeros that fill the last block of a part of so many elements."""
+    """Counts the zeros that fill the last int8 block of a part of so many elements; 0 for "bf16"."""
     return packed_sizes(elements)[0] - elements if wire in _INT8 else 0
 
 
 def scatter_sum_packed(
     leaves: Sequence[jax.Array], axis: AxisNames, dims: Sequence[int], wire: ReduceWire, *, flat: bool
 ) -> list[jax.Array]:
-    """Sum each leaf over the ranks of `axis` and keep this rank's part of its dim.
+    """Sums each leaf over the ranks of `axis`, and returns this rank's part along its dim.
 
     Args:
       leaves: whole gradients, each [..., n*d, ...], inside `shard_map`.
       axis: the mesh axes to sum over, of n ranks.
       dims: the dim of each leaf that is split.
-      wire: as what parts travel.
+      wire: the form in which parts travel.
       flat: whether what travels together is copied into one array.
 
     Returns:
@@ -337,7 +337,7 @@ def scatter_sum_packed(
 
 
 def sum_round_trip(part: jax.Array, wire: ReduceWire) -> jax.Array:
-    """Rounds a part as it is rounded on its way: what the sum adds of it."""
+    """Rounds a part of a gradient as the wire does: the values that the sum adds."""
     return round_trip(part, "int8") if wire in _INT8 else part.astype(jnp.bfloat16).astype(part.dtype)
 
 
@@ -362,17 +362,17 @@ class Shard(AbstractStrategy, Bucketed, Lossy, Decides):
     Attributes:
       stage: 1, 2 or 3: what is whole during a step (see `ShardingStrategy`).
       wrap: which parts of the model are units, gathered together (stage 3): None finds repeated blocks; or module types,
-        path patterns, or a predicate of module paths (see `strategies/strategy.py`).
+        path patterns, or a predicate of module paths (see `Wrap`).
       prefetch: how many units ahead weights are gathered (stage 3). Each costs one more unit of memory.
       flat: whether leaves that travel together are copied into one flat buffer; None takes what is fastest on the backend.
       gather_hop: gathers go in two hops, among so many neighbouring ranks first and then across; 1: in one. The bytes are
-        the same. None takes what the compiler of the mesh's devices keeps a gather (see `strategies/shard.py`).
+        the same. None takes what XLA keeps as a gather on the mesh's devices (see `best_hops`).
       scatter_hop: the same of reduce-scatters, which go across first.
       wire: weights are gathered as "int8", or as "fp8" (e4m3), with a float32 scale per block of 256 elements or fewer; they
         rest, and gradients travel, as before. Leaves of one dim are gathered as they are. None: all are.
-      reduce_wire: parts of gradients travel to the ranks that sum them, in float32, as "bf16", or as "int8" with a float32
-        scale per block (leaves of two dims or more), "int8-feedback" with what rounding left out of a rank's gradients added
-        to its next ones (stage 1). None: a reduce-scatter in the dtype in which gradients are reduced.
+      reduce_wire: parts of gradients travel as "bf16", or as "int8" with a float32 scale per block (leaves of two dims or
+        more), to the ranks that sum them in float32; "int8-feedback" also adds the rounding error of a rank's gradients to
+        its next ones (stage 1). None: a reduce-scatter in the dtype in which gradients are reduced.
     """
 
     stage: int = 3

@@ -32,7 +32,7 @@ Method = MethodName | tuple[int, Literal["gather", "ring"]]
 
 
 def method_problem(method: object) -> str | None:
-    """The problem of a method's value; None where it is a valid one."""
+    """Returns why a value is no valid method; None where it is one."""
     if isinstance(method, str) and method in METHODS:
         return None
     if isinstance(method, (tuple, list)) and len(method) == 2:
@@ -53,14 +53,14 @@ def heads_and_gathers(
     places: int,
     order: Order,
 ) -> tuple[int, bool]:
-    """The number of ranks that split heads, and whether keys and values are gathered among the others.
+    """Returns (U, gathers): how many ranks split heads, and whether their groups all-gather keys and values or use a ring.
 
     "auto" takes a ring where a window reaches no further than the neighbours' positions in contiguous order, else the cheaper
     in bytes of Ulysses and gathering: forward and backward send 4 (N-1)/N (h + g) and 6 (N-1) g elements per position (h, g:
     the widths of all query heads and of all key heads, which Ulysses repeats where there are fewer than ranks).
 
     Args:
-      method: the user's.
+      method: the user's, checked here.
       ranks: N.
       heads, kv_heads: the numbers of heads on this rank, all of which Ulysses splits.
       window, causal: what positions see.
@@ -68,7 +68,8 @@ def heads_and_gathers(
       order: the order in which ranks hold them.
 
     Raises:
-      ValueError: for heads that the ranks cannot split, with what can.
+      ValueError: for a value that is no method, for U that does not divide N, and for heads that U ranks cannot split, with
+        the U that could.
     """
     if problem := method_problem(method):
         raise ValueError(problem)
@@ -98,7 +99,7 @@ def unsplittable(count: int, heads: int, kv_heads: int) -> str | None:
     if heads % count:
         return f"{heads} query heads do not divide over them"
     if kv_heads % count and count % kv_heads:
-        return f"{kv_heads} key and value heads neither divide over them nor they by these"
+        return f"{kv_heads} key and value heads are neither a multiple nor a divisor of {count}"
     return None
 
 
@@ -145,7 +146,7 @@ Split = Literal["rows", "positions"] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """The role of a mesh axis. Nothing else says it: whoever needs to know asks the strategy.
+    """What a mesh axis does to the batch and to parameters. Only the axis's strategy states it.
 
     A layer that splits its own parameters returns complete gradients along its axes; all other gradients are summed over every
     axis that splits the batch.
@@ -164,7 +165,7 @@ class Role:
         differ; or they are "alike", for models that draw by global positions. Along axes that split rows they are own.
 
     Raises:
-      ValueError: for a name that there is not, or a combination that would be wrong; says why.
+      ValueError: for an unknown value, or a combination that would be wrong; says why.
     """
 
     batch: Split | tuple[Split, ...] = "rows"
@@ -253,7 +254,7 @@ class Transfer:
     padding: int = 0
 
     def in_hops(self, hop: int | None) -> "tuple[Transfer, ...]":
-        """A gather or reduce-scatter in two hops: across the groups of `hop` neighbours, and among them; None: in one."""
+        """A gather or reduce-scatter in two hops: across the groups of `hop` neighbours, and among them; None or 1: in one."""
         if hop is None or hop in (1, self.ranks):
             return (self,)
         across = self.ranks // hop
@@ -269,7 +270,7 @@ Wrap = type | str | Sequence[type | str] | Callable[[str], bool] | None
 
 
 def checked_wrap(wrap: Wrap) -> Any:
-    """A wrap policy as a value: None, a predicate, or a tuple of types and patterns.
+    """Checks a wrap policy and returns it as None, a predicate, or a tuple of types and patterns.
 
     Raises:
       TypeError: when it is none of those.
@@ -310,36 +311,39 @@ def units(names: Sequence[str], wrap: Any, module_types: Mapping[str, type]) -> 
     >>> units(["embed/kernel", "blocks/0/w", "blocks/1/w"], None, {})
     {'blocks/0': [1], 'blocks/1': [2]}
     """
-    paths = _repeated(names) if wrap is None else _matching(names, wrap, module_types)
+    paths = set(_repeated(names) if wrap is None else _matching(names, wrap, module_types))
     found: dict[str, list[int]] = {}
     for i, name in enumerate(names):
-        around = [path for path in paths if name.startswith(path + "/")]
-        if around:
-            found.setdefault(max(around, key=len), []).append(i)
+        if (path := next((path for path in reversed(_around(name)) if path in paths), None)) is not None:
+            found.setdefault(path, []).append(i)
     return found
+
+
+def _around(name: str) -> list[str]:
+    """The paths of the modules around a leaf or a module, outer ones first."""
+    return [name[:end] for end, letter in enumerate(name) if letter == "/"]
 
 
 def _modules(names: Iterable[str]) -> list[str]:
     """The path of every module that holds a leaf, outer ones first."""
-    paths: dict[str, None] = {}
-    for name in names:
-        parts = name.split("/")
-        paths.update(dict.fromkeys("/".join(parts[:n]) for n in range(1, len(parts))))
-    return sorted(paths, key=lambda path: path.count("/"))
+    return sorted(dict.fromkeys(path for name in names for path in _around(name)), key=lambda path: path.count("/"))
 
 
 def _repeated(names: Sequence[str]) -> list[str]:
     """Outermost modules that are numbered (`blocks/0`, `Block_0`) and have leaves of the same names as a sibling."""
+    inside: dict[str, list[str]] = {path: [] for path in _modules(names)}
+    for name in names:
+        for path in _around(name):
+            inside[path].append(name[len(path) :])
     families: dict[tuple, list[str]] = {}
-    for path in _modules(names):
+    for path, leaves in inside.items():
         if numbered := re.fullmatch(r"(.*?)\d+", path):
-            inside = tuple(sorted(name[len(path) :] for name in names if name.startswith(path + "/")))
-            families.setdefault((numbered.group(1), inside), []).append(path)
-    chosen: list[str] = []
+            families.setdefault((numbered.group(1), tuple(sorted(leaves))), []).append(path)
+    chosen: dict[str, None] = {}
     for paths in families.values():
         if len(paths) > 1:
-            chosen += [path for path in paths if not any(path.startswith(outer + "/") for outer in chosen)]
-    return chosen
+            chosen |= dict.fromkeys(path for path in paths if chosen.keys().isdisjoint(_around(path)))
+    return list(chosen)
 
 
 def _matching(names: Sequence[str], wrap: Any, module_types: Mapping[str, type]) -> list[str]:
@@ -531,17 +535,23 @@ class LeftToXLA:
         return fun
 
     def partitioner_budget(self, attention: float) -> float:
-        """Bytes per rank and step that the model's code may send along its axes, besides sums and the attention that was
-        recognised, which sends so many."""
+        """The bytes per rank and step that the model's code may send along the axes, beside sums and recognised attention.
+
+        Args:
+          attention: the bytes per rank and step that the recognised attention sends.
+
+        Returns:
+          The limit above which a compiled step is refused; infinity: there is none.
+        """
         return math.inf
 
 
 class Lossy:
-    """Rounds sums of gradients, or what is read; with `exact = False` and no more, both."""
+    """Rounds sums of gradients, or what is read. A strategy with `exact = False` that is no `Lossy` counts as doing both."""
 
     @property
     def reads_exactly(self) -> bool:
-        """Whether the values that are read are those that rest: False, unless the sums alone are rounded."""
+        """Whether the values that are read are those that rest: True where the sums alone are rounded."""
         return False
 
     def sum_round_trip(self, part: jax.Array, layout: Layout, axis: AxisNames) -> jax.Array:
@@ -624,8 +634,8 @@ class LocalRounds(abc.ABC):
     """Rounds of steps in which every rank of an axis trains parameters of its own.
 
     All ranks begin a round with the outer parameters. These are the model: what is evaluated, saved and exported. In a step
-    nothing travels along the axis. After the last step of a round the outer parameters are updated from what the ranks have
-    made of them, and every rank begins again.
+    nothing travels along the axis. After the last step of a round the outer parameters are updated from the ranks' trained
+    parameters, and every rank begins again.
 
     Attributes:
       every: H, the steps of a round; it ends where the number of updates divides by it.
@@ -635,13 +645,13 @@ class LocalRounds(abc.ABC):
 
     @abc.abstractmethod
     def within_round(self) -> "AbstractStrategy":
-        """The strategy that takes its place in a training step, and never reduces."""
+        """The strategy that a training step uses in this one's place, with a role that never reduces."""
 
     @property
     def round_copies(self) -> float:
         """Copies of what a rank trains that the end of a round holds at its peak, beside what rests.
 
-        What this step has made of its own parameters, their differences and the sums of these.
+        These are the rank's updated parameters, their differences from the outer ones, and the sums of the differences.
         """
         return 3
 
@@ -662,7 +672,7 @@ class LocalRounds(abc.ABC):
 
         Args:
           outer: the outer parameters of this round, as they rest, [*layout.shard].
-          own: what this rank has made of them.
+          own: this rank's parameters at the end of the round, shaped as `outer`.
           kept: what is kept of every leaf, as `first_kept` shapes it.
           layouts: the layouts of the leaves.
           axis: the strategy's.
@@ -673,7 +683,10 @@ class LocalRounds(abc.ABC):
 
     @abc.abstractmethod
     def round_dtype(self, dtype: Any) -> Any:
-        """The dtype in which most of a matrix of `dtype` travels at the end of a round: published amounts are told in it."""
+        """The dtype in which most elements of a matrix of `dtype` travel at the end of a round.
+
+        The traffic by published formulas is counted in it (`cost/published.py`).
+        """
 
     @abc.abstractmethod
     def round_flows(self, elements: int, layout: Layout, axis: AxisNames, ranks: int, dtype: Any) -> Sequence[Transfer]:
@@ -706,7 +719,7 @@ class AbstractStrategy(abc.ABC):
     A strategy is a frozen, hashable value. What only some do is a class to inherit from besides (`ax.Stateful` and its like).
 
     Attributes:
-      wrap: which parts of the model are units (see `strategies/strategy.py`), for a role that reads parameters at their "use".
+      wrap: which parts of the model are units (see `Wrap`), for a role that reads parameters at their "use".
       prefetch: how many units ahead they are gathered, for such a role.
     """
 
