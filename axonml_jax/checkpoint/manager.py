@@ -112,8 +112,8 @@ def _from_text(value: Any) -> Any:
     return [_from_text(each) for each in value] if isinstance(value, list) else value
 
 
-def _go_on(data: Any, position: Any) -> None:
-    """Move a loader to a saved position; it refuses one of other data."""
+def go_on(data: Any, position: Any) -> None:
+    """Move a loader, or an iterator of Grain, to a position that `position_of` gave; a loader of `ax` refuses other data's."""
     if hasattr(data, "load_state_dict"):
         data.load_state_dict(_from_text(position))
     elif hasattr(data, "set_state"):
@@ -245,7 +245,7 @@ def load(
             "%s is restored in part; these differences were accepted (accept=):\n%s", folder, "\n".join(lines)
         )
     if data is not None and manifest.data is not None:
-        _go_on(data, manifest.data)  # refuses other data before anything is read
+        go_on(data, manifest.data)  # refuses other data before anything is read
     fitting = {n: leaf for n, leaf in wanted.items() if n in found and n not in different["mismatched"]}
     if text := rounded(fitting, found):
         logger.warning("%s is restored with fewer digits or less range than it was saved with: %s", folder, text)

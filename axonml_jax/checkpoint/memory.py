@@ -18,7 +18,7 @@ from contextlib import closing
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import jax
@@ -28,7 +28,7 @@ from jax.sharding import SingleDeviceSharding
 
 from axonml_jax.base import logger, print0
 from axonml_jax.checkpoint.format import DamagedCheckpoint, Manifest, Team, is_whole, tell_all_at_length
-from axonml_jax.checkpoint.manager import CheckpointManager, Positioned, manifest_of
+from axonml_jax.checkpoint.manager import CheckpointManager, Positioned, go_on, manifest_of
 from axonml_jax.compat.processes import coordinator_client
 from axonml_jax.mesh.environment import GENERATIONS, handed, to_send
 from axonml_jax.mesh.join import (
@@ -216,7 +216,7 @@ class Members:
     own: bool = True
     partners: bool = True
 
-    @property
+    @cached_property
     def keepers(self) -> tuple[int | None, ...]:
         """The ranks to which a process sends its copies; None if it needs none."""
         if not (self.own and self.partners):
@@ -1209,7 +1209,7 @@ class MemoryCopies:
         values, about = self._own.read(shard, agreed.step, run.resting_arrays())
         manifest = Manifest(**about)
         if data is not None and manifest.data is not None:
-            data.load_state_dict(manifest.data)
+            go_on(data, manifest.data)
         run.take_resting(values)
         self._rounds.go_on_from(agreed.step)
         self._last = agreed.step
