@@ -230,7 +230,7 @@ class Ownership:
 def in_use(record: Path) -> bool:
     """Whether a record exists whose process may be alive, judged without waiting."""
     try:
-        text = record.read_text(encoding="utf-8")
+        text = record.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return False
     return bool(text) and Owner.parse(text).lives() is not False
