@@ -492,6 +492,12 @@ def row_of(pieces: Iterable[tuple[Document, int, int]], length: int) -> dict[str
 # --------------------------------------------------------------------------------------------------
 
 _ROWS_AT_ONCE = 256
+_END = object()
+
+
+def _require_length(length: int) -> None:
+    if length < 1:
+        raise ValueError(f"length={length}: must be at least 1")
 
 
 class PackedDocuments:
@@ -514,8 +520,7 @@ class PackedDocuments:
     def __init__(
         self, documents: Sequence[Document], length: int, *, share: bool = True, fingerprint: str | None = None
     ):
-        if length < 1:
-            raise ValueError(f"length={length}: must be at least 1")
+        _require_length(length)
         kept = [each for each in documents if len(each.ids) > max(each.prompt, 1)]
         if not kept:
             raise ValueError(
@@ -566,6 +571,7 @@ class PackedStream:
     """
 
     def __init__(self, stream: Stream, encoder: DocumentEncoder, length: int, *, share: bool = True):
+        _require_length(length)
         self.stream, self.encoder, self.length, self.share = stream, encoder, length, share
         self._epoch = 0
 
@@ -628,7 +634,7 @@ class PackedRows:
             places, samples = [], []
             for _ in range(_ROWS_AT_ONCE):
                 places.append(walk.place())
-                if (sample := next(walk, None)) is None:
+                if (sample := next(walk, _END)) is _END:
                     break
                 samples.append(sample)
             if not samples:
@@ -651,7 +657,7 @@ _DOCUMENTS_AT_ONCE = 1024
 def pack(
     dataset: MapDataset | Mapping[str, Any] | Iterable | Callable[[], Iterable],
     length: int,
-    tokenizer: str | Tokenizer = "bytes",
+    tokenizer: str | os.PathLike | Tokenizer = "bytes",
     *,
     fields: Sequence[str] = ("text",),
     prompt_field: str | None = None,
@@ -687,7 +693,7 @@ def pack(
       RuntimeError: a document that cannot be read, by number.
     """
     encoder = DocumentEncoder(
-        tokenizer=load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer,
+        tokenizer=load_tokenizer(tokenizer) if isinstance(tokenizer, str | os.PathLike) else tokenizer,
         fields=fields,
         prompt_field=prompt_field,
         completion_field=completion_field,
