@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 import pickle
+import resource
 import sys
 import types
 
@@ -56,6 +58,18 @@ def test_rows_of_parquet_are_made_a_group_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(type(rows), "_table", lambda self, group: groups.append(group) or read(self, group))
     assert rows.__getitems__([8, 1, 0, 1, 7, -1]) == [ROWS[i] for i in (8, 1, 0, 1, 7, 9)]
     assert groups == [0, 2, 3]
+
+
+def test_more_files_of_json_lines_than_may_be_open_are_read(tmp_path):
+    for i in range(100):
+        (tmp_path / f"{i:03d}.jsonl").write_text(f'{{"a": {i}}}\n')
+    found, (soft, hard) = ax.open_dataset(tmp_path), resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = len(os.listdir("/dev/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 80, hard))
+        assert [found[i]["a"] for i in (*range(100), 0)] == [*range(100), 0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_json_lines_may_be_blank_indented_and_unended_but_not_broken(tmp_path):

@@ -422,6 +422,7 @@ def _array(contents: list[bytes]) -> np.ndarray:
 
 JSON_LINES = (".jsonl", ".ndjson")
 _SPACE = np.frombuffer(b" \t\r\n", np.uint8)
+_MOST_OPEN = 64
 
 
 class JsonLinesFiles:
@@ -459,9 +460,7 @@ class JsonLinesFiles:
         which = bisect.bisect_right(self._firsts, index) - 1
         starts, ends = self._lines[which]
         line = index - self._firsts[which]
-        if which not in self._open:
-            self._open[which] = np.memmap(self.files[which], np.uint8, "r")
-        content = self._open[which][starts[line] : ends[line]].tobytes()
+        content = self._mapped(which)[starts[line] : ends[line]].tobytes()
         try:
             sample = json.loads(content)
         except (ValueError, RecursionError) as error:
@@ -469,6 +468,14 @@ class JsonLinesFiles:
                 f"{self.files[which]}, byte {starts[line]}: no JSON ({error}): {content[:60]!r}"
             ) from error
         return kept_fields(sample, self.fields, f"{self.files[which]}, byte {starts[line]}")
+
+    def _mapped(self, which: int) -> np.memmap:
+        """A file's bytes; of the files that stay open, each with a handle, the one opened first makes room."""
+        if which not in self._open:
+            if len(self._open) >= _MOST_OPEN:
+                del self._open[next(iter(self._open))]
+            self._open[which] = np.memmap(self.files[which], np.uint8, "r")
+        return self._open[which]
 
 
 def _line_starts(file: Path) -> tuple[np.ndarray, np.ndarray]:
