@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 import multiprocessing
 import operator
 import os
@@ -41,7 +42,7 @@ class Shares:
     """
 
     def __init__(self, weights: Sequence[float], seed: int = 0):
-        exact = [Fraction(weight) for weight in weights]
+        exact = [_exact(weight) for weight in weights]
         self._cumulative = [part / sum(exact) for part in accumulate(exact)]
         self._seed = seed
         # With at least one sample of every source in a block no rounded number ever falls.
@@ -84,6 +85,11 @@ class Shares:
         for source, first in enumerate(start):
             places[sources == source] = first + np.arange(counts[source])
         return sources, places
+
+
+def _exact(weight: Any) -> Fraction:
+    """A weight without rounding; NumPy's and JAX's numbers too, which `Fraction` refuses, or keeps in their few bits."""
+    return Fraction(weight) if isinstance(weight, int | float | Fraction) else Fraction(float(weight))
 
 
 class Mixture:
@@ -147,7 +153,9 @@ def checked_weights(weights: Mapping[str, float], seed: int) -> None:
     """
     offenders = seed_offenders(seed)
     offenders += [
-        f"the weight of {name!r} is {weight}: must be positive" for name, weight in weights.items() if not weight > 0
+        f"the weight of {name!r} is {weight!r}: must be positive, and a finite number"
+        for name, weight in weights.items()
+        if isinstance(weight, str) or not 0 < weight < math.inf
     ]
     if not weights:
         offenders.append("there are no sources")
