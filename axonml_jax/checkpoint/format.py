@@ -45,7 +45,7 @@ AVERAGE = "ema/"
 
 
 LEFT_OUT = "left_out/"
-"""What the names start with of what sums of gradients lacked; it is of so many ranks, and others begin with nothing."""
+"""What the names of error-feedback residuals start with: one per rank, so that another number of ranks starts from zeros."""
 
 
 def leaves_of(thing: Any) -> dict[str, Leaf]:
@@ -99,7 +99,7 @@ def _module_leaves(module: nnx.Module) -> dict[str, Any]:
 
 
 def _state(module: nnx.Module) -> PyTree:
-    """Parameters and running averages; random streams start anew, as in a trainer."""
+    """The variables that are saved: all but intermediates and random streams, which start anew as in a trainer."""
     return nnx.filter_state(nnx.state(module), nnx.Not(nnx.Any(nnx.RngState, nnx.Intermediate)))
 
 
@@ -351,8 +351,8 @@ class Entry:
     """The manifest's entry for one array: dtype, shape and, for random keys, their kind.
 
     Attributes:
-      shape: of the whole array.
-      dtype: its name; for a key that of its words.
+      shape: of the whole array; for random keys of their words, which has one more dim.
+      dtype: its name; for random keys that of their words.
       key: the implementation of a typed random key, else None.
     """
 
@@ -370,7 +370,7 @@ class Manifest:
       entries: its arrays by name.
       data: the data loader's position.
       metrics: of the step.
-      about: plan, mesh, package versions and time, for people.
+      about: plan, mesh, package versions, time, and what the caller gave as `about`, for people.
       files: size in bytes and CRC-32 of every other file.
     """
 
@@ -594,7 +594,7 @@ class Team:
         return outcome["result"]
 
     def writes_as(self, name: str) -> None:
-        """Context in which the processes write under a common, unique name, by which they meet."""
+        """Set the name, equal in all processes and new for every checkpointer, under which `written` lets them meet."""
         self._writing = (f"axonml_jax/writing/{name}", itertools.count())
 
     def written(self, *, key: str, timeout_ms: int) -> None:
@@ -968,7 +968,7 @@ def _without_chatter(record: logging.LogRecord) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# What may take an hour, as bringing back a checkpoint does: the others wait for it as long as it works.
+# Work of the main process that may take an hour, such as a download: the others wait for it as long as its process lives.
 # --------------------------------------------------------------------------------------------------
 
 _MEET = 30.0
@@ -1039,7 +1039,7 @@ DIFFERENCES = ("missing", "unexpected", "mismatched")
 """What may be accepted: names the checkpoint lacks, names only it has, and arrays of another shape or kind."""
 
 OPTIONAL = ("guard/",)
-"""What a run may have or not have without being another run."""
+"""How the names of arrays begin that may be missing or unexpected in any restore: counts of skipped updates."""
 
 _SHOWN = 10
 
@@ -1047,7 +1047,9 @@ _SHOWN = 10
 def differences(
     wanted: Mapping[str, Leaf], found: Mapping[str, Entry], optional: tuple[str, ...] = OPTIONAL
 ) -> dict[str, dict[str, str]]:
-    """Differences between wanted and saved arrays, by kind and name, in words; all float dtypes match, and integers an int.
+    """Differences between wanted and saved arrays in words, by kind and name.
+
+    Any float dtype fits any other, and any integer dtype fits a Python int; other dtypes must be equal.
 
     Args:
       wanted: what shall be restored.

@@ -193,7 +193,7 @@ def _is_key(array: Any) -> bool:
 # --------------------------------------------------------------------------------------------------
 
 SHARE = 0.5
-"""Of a machine's memory, what copies may take at most."""
+"""The largest share of a machine's memory that copies may take."""
 
 _RESTARTS = "AXONML_JAX_RESTART_COUNT"  # of the launcher
 
@@ -294,7 +294,7 @@ def _over(members: Members, memory: Mapping[int, int]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Of which steps copies are made, the same in all processes: none is begun while some process is at the one before.
+# The steps of which copies are made, equal in all processes: no copy begins while a process is still making the last one.
 # --------------------------------------------------------------------------------------------------
 
 _COPIES = "axonml_jax/memory/"
@@ -311,7 +311,7 @@ class CopyRounds:
     Attributes:
       team: the same.
       complete: the newest step of which every process has a copy; None: there is none.
-      begun: of which a copy was begun last, and may be under way in some process; None: none is.
+      begun: the step of the copy that was begun last, and may be under way in some process; None: none is.
       skipped: how many copies were left out.
     """
 
@@ -709,11 +709,11 @@ class OwnCopies:
         """Choose the generation that receives this process's missing state of a step.
 
         Args:
-          step: whatever is of another one goes first.
+          step: a generation that holds another step is taken first.
           sent: the shards that this process sends meanwhile.
 
         Raises:
-          OSError: when all that there are hold what others lack.
+          OSError: when every generation holds a copy of this step that this process has to send.
         """
         free = [held is None or held[1] != step for held in self.held]
         free = free if any(free) else [held is None or held[0] not in sent for held in self.held]
@@ -752,7 +752,7 @@ class OwnCopies:
           complete: the step to keep.
 
         Returns:
-          What makes it a copy: checksums, which need nobody to wait. It returns the generation.
+          A function that computes the checksums and commits the copy, for a background thread; it returns the generation.
         """
         free = [number for number, held in enumerate(self.held) if held != (shard, complete)]
         number = min(free, key=lambda each: -1 if (held := self.held[each]) is None else held[1])
@@ -913,7 +913,7 @@ def send(place: str, token: bytes, purpose: str, rank: int, generation: Generati
       keep: the step that the receiver must keep meanwhile.
 
     Raises:
-      OSError: when it did not come to that.
+      OSError: when the receiver does not take it, does not keep it, or stops answering.
     """
     found = generation.index()
     assert found is not None, "there is no copy"
@@ -957,9 +957,10 @@ def _line(line: socket.socket) -> bytes:
 
 
 def own_addresses(environ: Mapping[str, str]) -> tuple[str, str]:
-    """The address on which this machine listens, and the one by which the job's others reach it, by launch variables.
+    """The address on which this machine listens, and the one by which other machines reach it, by launch variables.
 
-    They differ where `JAX_COORDINATOR_BIND_ADDRESS` says on what process 0's machine listens, as `0.0.0.0`, which is nobody's.
+    They differ on process 0's machine if `JAX_COORDINATOR_BIND_ADDRESS` gives an address to listen on, such as `0.0.0.0`,
+    which nobody can call.
     """
     host = environ["MASTER_ADDR"].strip("[]")
     if environ["NODE_RANK"] == "0":
@@ -1047,7 +1048,7 @@ class Exchange:
         self._addresses = team.tell_all("prepare copies in memory", self._post.address)
 
     def send(self, to: int, purpose: str, generation: Generation, keep: int | None = None) -> None:
-        """Send a copy to the process of a rank (see `post.send`).
+        """Send a copy to the process of a rank (see `send`).
 
         Raises:
           OSError: when it is not kept there.
@@ -1093,8 +1094,8 @@ class MemoryCopies:
     """Copies of what this process's devices hold, in its launcher's memory. All processes make the same calls.
 
     Call `look` once before the first step, then `restore` or `forget` (see `restore_newest`), `keep` after every step, `close`
-    at the end. A copy blocks while the arrays are copied to the host; checksums, and sending it to another machine, happen
-    behind the training's back.
+    at the end. A copy blocks while the arrays are copied to the host; a background thread computes checksums and sends it to
+    another machine.
 
     Args:
       every: steps between copies.
@@ -1166,8 +1167,8 @@ class MemoryCopies:
         """Exchange what copies all processes have, and prepare to make some. Existing copies are not changed.
 
         Args:
-          run: as its arrays lie, copies are taken back, and made.
-          of: the run's name: copies of another one, in the same launch, are not taken.
+          run: the sharding of its arrays says which copies fit, and what copies will hold.
+          of: the run's name: copies of another run in the same launch are not taken.
 
         Returns:
           The newest step that `restore` can go on from; None: there is none.
@@ -1232,7 +1233,7 @@ class MemoryCopies:
           step: updates made.
           run: the trainer.
           data: the data loader, whose position belongs to the step.
-          now: make one in any case, as the run ends here and others may go on from it.
+          now: make one though it is not due, because the run ends here, and the next start may go on from it.
 
         Returns:
           Whether one was begun, the same in all processes: not while some are still at the one before, without `now`.

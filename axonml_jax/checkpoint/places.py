@@ -41,7 +41,7 @@ from axonml_jax.checkpoint.retention import Retention, best_of
 from axonml_jax.checkpoint.saving import WENT_BACK, candidates, put_in_place, record_of, remove
 
 # --------------------------------------------------------------------------------------------------
-# Checkpoints without a copy, as a process was killed while it made one or the store was away: which of them are copied.
+# Checkpoints without a copy, because a process was killed or the store did not answer: which of them are copied.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -279,8 +279,8 @@ class Copies:
 
         Args:
           name: its own, under the URL.
-          folder: it.
-          keep_id: keep the run's id beside it.
+          folder: the folder to be.
+          keep_id: write the run's id beside it.
 
         Raises:
           DamagedCheckpoint: naming every file that is not what was written.
@@ -499,7 +499,7 @@ class Mirror:
     def copy(self, folder: Path, step: int) -> None:
         """Start to copy a committed checkpoint, then delete the copies that no rule keeps.
 
-        Where the store is slower than the saves, the newest is copied next. What fails is said, and the next one is tried.
+        If the store is slower than the saves, the newest is copied next. A failure is logged, and the next one is tried.
 
         Args:
           folder: the checkpoint.
@@ -525,7 +525,7 @@ class Mirror:
         """Wait until nothing is left to copy.
 
         Raises:
-          OSError: when the newest checkpoint could not be.
+          OSError: when the newest checkpoint could not be copied.
         """
         if (thread := self._thread) is not None:
             thread.join()
@@ -617,7 +617,7 @@ class AtUrl:
       folder: where checkpoints are made before they are sent; all processes see it.
       rules: which stay.
       verify: read every file back from the store before a checkpoint counts.
-      team: the processes, which all make the calls that say so.
+      team: the processes; all of them call `offers` and `finish`.
     """
 
     mirror = None
@@ -638,7 +638,7 @@ class AtUrl:
 
     @property
     def known_steps(self) -> list[int]:
-        """`steps` as last seen, without asking a store that may be away."""
+        """`steps` as last seen, without asking a store that may not answer."""
         return self._known
 
     def said(self) -> dict[int, Manifest]:
@@ -911,7 +911,7 @@ class InFolder:
       folder: of the checkpoints.
       rules: which stay.
       mirror: copies of them; None: there are none.
-      team: the processes, which all make the calls that say so.
+      team: the processes; all of them call `offers` and `finish`.
     """
 
     placed = None  # a checkpoint is one as soon as its folder has its name
