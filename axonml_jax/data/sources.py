@@ -19,7 +19,7 @@ import numpy as np
 # --------------------------------------------------------------------------------------------------
 # The files of a folder in one order on every machine: regular ones only, with what was passed over by name and reason.
 #
-# What begins as no text does is passed over where text is asked for, and refused where it is the one file that was
+# Where text is asked for, a file whose first bytes are not text is passed over, and refused if it is the one file that was
 # named.
 # --------------------------------------------------------------------------------------------------
 
@@ -33,7 +33,7 @@ _BEGINS = {
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".lz4", ".br", ".zip")
 """Endings of names that compression adds."""
 KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
-"""What a name may be beside a file and a folder."""
+"""Kinds of files that are neither regular files nor folders, in words."""
 
 
 class Folder:
@@ -169,7 +169,7 @@ def found_files(path: str | os.PathLike, suffixes: Sequence[str], *, text: bool 
     """List one file, whatever its name, or a folder's files with these endings, in the same order on every machine.
 
     Raises:
-      ValueError: there is no such file or folder, or nothing in it, or it is one file and, where text is asked for, none.
+      ValueError: there is no such file or folder, the folder has no such files, or text is asked for and the one file is none.
     """
     path = Path(path)
     try:
@@ -201,7 +201,7 @@ def kept_fields(sample: Any, fields: Sequence[str] | None, where: str) -> Any:
     """The requested fields of a sample (None: all).
 
     Raises:
-      ValueError: one is not there.
+      ValueError: the sample is no mapping, or lacks a field.
     """
     if not isinstance(sample, Mapping):
         raise ValueError(f'{where} holds a {type(sample).__name__}, not named fields such as {{"text": ...}}')
@@ -235,7 +235,7 @@ SKIPPED_FOLDERS = frozenset({
 class TextSplit(NamedTuple):
     """Bytes to train on and bytes to validate on, from different files (uint8, files concatenated).
 
-    Their tokens take their place where a tokenizer reads them (int32).
+    With a tokenizer they are token ids instead (int32).
     """
 
     train: np.ndarray
@@ -645,7 +645,7 @@ class TextFiles:
 # --------------------------------------------------------------------------------------------------
 
 FORMATS: dict[str, Any] = {"text": TextFiles, "jsonl": JsonLinesFiles, "parquet": ParquetFiles}
-"""What files may be."""
+"""The class of each format's datasets, by the format's name."""
 
 _SUFFIXES = {"jsonl": JSON_LINES, "parquet": PARQUET}
 _TABLES = (".json", ".csv", ".tsv")
@@ -655,7 +655,7 @@ def records_beside_text(path: str | os.PathLike, without: str | os.PathLike | No
     """The JSON lines and Parquet files of a folder (none for a file); `without`: a folder in it to ignore.
 
     Raises:
-      ValueError: it is a file of which nobody knows whether it holds text.
+      ValueError: it is a file whose name leaves its format open (see `guessed_format`).
     """
     if not Path(path).is_dir():
         guessed_format(path)
@@ -690,7 +690,7 @@ def guessed_format(path: str | os.PathLike) -> str:
     """The format that a file's name implies, or the names in a folder.
 
     Raises:
-      ValueError: the name says that there are records, and not which of the formats they have.
+      ValueError: it is a `.json`, `.csv` or `.tsv` file, which may be meant as records or as text.
     """
     path = Path(path)
     if path.suffix in _TABLES and path.is_file():

@@ -184,7 +184,7 @@ class Stream:
         iterator, which gives its samples once. Used when they are there too: `set_epoch(epoch)`, called before an epoch begins,
         and `state_dict()` with `load_state_dict(state)` (or `get_state` with `set_state`) of its iterator or of itself,
         by which a place is found again without reading what comes before it. A source that keeps its state in itself is set
-        back to the one that it had at first, where it was left on its way, or where it is told epochs and a place was set.
+        back to its first state at an epoch's start if it was not read to its end, or if a place was set and it has `set_epoch`.
       window: how many samples are permuted among each other; 1: they keep their order.
       seed: draws the permutations.
     """
@@ -306,7 +306,7 @@ class _Kept:
     ended: bool = True
 
     def to_load(self, told: bool) -> Any:
-        """The state to set at an epoch's start; None for none, as when the source may count epochs itself (not `told`)."""
+        """The state to set at an epoch's start; None for none: a source that is not `told` epochs may count them itself."""
         return self.start if (self.loaded and told) or not self.ended else None
 
 
@@ -478,7 +478,7 @@ class StreamFeed:
     def batch(
         self, start: StreamPosition, index: int, num_epochs: int | None, worker: int | None
     ) -> tuple[Any, StreamPosition | None, int | None]:
-        """The batch `index` after a position, the position after it (None after the last epoch), and the first's checksum."""
+        """The batch `index` after a position, the position after it, and a checksum (see `Feed.batch`)."""
         if self._walking is None or self._walking[0] is not start or self._walking[1] > index:
             self._walking = (start, 0, self._batches(start, num_epochs, worker))
         _, at, batches = self._walking
@@ -602,8 +602,8 @@ def mix(
       seed: draws the order of sources, the same on every process.
 
     Raises:
-      TypeError: a source is none, or there are no names.
-      ValueError: names differ, a weight is not positive, a source is empty.
+      TypeError: a source is nothing to read samples from, or sources or weights are not given by name.
+      ValueError: names differ, a weight is not a positive and finite number, or a source is empty.
     """
     if not (isinstance(sources, Mapping) and isinstance(weights, Mapping)):
         raise TypeError('mix takes sources and weights by name: mix({"web": a, "code": b}, {"web": 3, "code": 1})')

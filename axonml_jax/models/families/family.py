@@ -124,7 +124,7 @@ OFF: dict[str, Any] = {
     "post_norms": False,
     "scale_embeddings": False,
 }
-"""Options of `TransformerConfig` that some families have, where they are off."""
+"""Options of `TransformerConfig` that only some families use, with the values that switch them off."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def other_than(described: Described, fine: Mapping[str, tuple]) -> Iterator[str]
 
     Args:
       described: the `config.json`.
-      fine: setting -> the values of it that are; the first is its default.
+      fine: setting -> its supported values; the first is its default.
     """
     for name, values in fine.items():
         if described.get(name, values[0]) not in values:
@@ -308,7 +308,7 @@ def rope_settings(described: Described, theta: float = 10_000.0) -> dict[str, An
 
     Args:
       described: the `config.json`.
-      theta: where it says none.
+      theta: the base of the frequencies, where it gives none.
     """
     rope = _rope(described)
     found: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta", described.get("rope_theta", theta)))}
