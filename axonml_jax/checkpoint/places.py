@@ -849,14 +849,22 @@ def _refuse(copies: Copies, name: str, url: str) -> None:
 
 
 def bring_back(
-    mirror: Mirror | None, folder: Path, step: int | str | None, team: Team, claim: Callable[[], None]
+    mirror: Mirror | None,
+    folder: Path,
+    step: int | str | None,
+    metric: str | None,
+    mode: str,
+    team: Team,
+    claim: Callable[[], None],
 ) -> None:
     """Download the newest intact copy that is newer than all checkpoints here, or that of a step that is missing here.
 
     Args:
       mirror: the copies, which the main process reads; None: there are none.
       folder: of the checkpoints.
-      step: which one is asked for; None or `"best"`: the newest.
+      step: which one is asked for; `"best"`: by the metric, among checkpoints and copies; None: the newest.
+      metric: what the best is chosen by; None: by nothing.
+      mode: `"min"` or `"max"`.
       team: the processes, which all call this.
       claim: called before anything is written.
 
@@ -868,7 +876,9 @@ def bring_back(
     if mirror is None:
         return
     step = step if step is None or step == "best" else step_number(step)
-    missing, empty = decide_at_length(team, f"look at {mirror.store}", lambda: _missing(mirror, folder, step))
+    missing, empty = decide_at_length(
+        team, f"look at {mirror.store}", lambda: _missing(mirror, folder, step, metric, mode)
+    )
     failed = None
     for each in missing:
         claim()
@@ -888,7 +898,9 @@ def bring_back(
         )
 
 
-def _missing(mirror: Mirror, folder: Path, step: int | str | None) -> tuple[list[int], bool]:
+def _missing(
+    mirror: Mirror, folder: Path, step: int | str | None, metric: str | None, mode: str
+) -> tuple[list[int], bool]:
     """Steps to fetch, best first, and whether no checkpoint here would serve."""
     mirror.refuse_others(mirror.copies.newest)
     here, there = checkpoints_in(folder), mirror.copies.steps
@@ -896,6 +908,10 @@ def _missing(mirror: Mirror, folder: Path, step: int | str | None) -> tuple[list
         return [step] if step in there and step not in here else [], step not in here
     # Where a process was killed between both, the folder has put aside what is still there.
     left = lambda each: path_of(folder, each).with_suffix(ABANDONED).exists()
+    if step == "best" and metric is not None:
+        copied = {each: said for each, said in mirror.copies.said().items() if not left(each)}
+        best = best_of({**copied, **manifests_in(folder)}, metric, mode)
+        return [best] if best is not None and best not in here else [], not here
     return [each for each in reversed(there) if each > max(here, default=-1) and not left(each)], not here
 
 
@@ -965,7 +981,7 @@ class InFolder:
           FileNotFoundError: when the one that is asked for is not there.
           DamagedCheckpoint, OSError, ValueError: see `bring_back`.
         """
-        bring_back(self.mirror, self.folder, step, self._team, claim)
+        bring_back(self.mirror, self.folder, step, metric, mode, self._team, claim)
         tried: set[int] = set()
         choose = partial(candidates, self.folder, step, metric, mode)
         decide = partial(self._team.decide, f"restore from {self.folder}", choose)
@@ -1064,5 +1080,11 @@ def is_url(given: str | os.PathLike) -> bool:
 
     >>> is_url("s3://bucket/run"), is_url("run/checkpoints")
     (True, False)
+
+    Raises:
+      ValueError: for a URL that was made a `pathlib.Path`, which keeps one of its two slashes and would be a folder here.
     """
-    return "://" in os.fspath(given)
+    text = os.fspath(given)
+    if not isinstance(given, str) and re.match(r"(s3|gs|file):/", text):
+        raise ValueError(f"{given!r} has lost a slash of its URL, as every Path does: give the URL as text")
+    return "://" in text
