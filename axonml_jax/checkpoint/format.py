@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from threading import Thread
 from typing import Any
@@ -671,6 +672,7 @@ def rebuilt(said: Sequence[str]) -> Exception:
 _savers = itertools.count()
 _ODD = frozenset("*?[\\")
 _SCHEMES = ("gs", "s3", "az", "hf")
+_GENERATORS = ("threefry2x32", "rbg", "unsafe_rbg")  # JAX's
 
 
 class NoPlainName(OSError):
@@ -681,7 +683,7 @@ def entry_of(leaf: Leaf) -> Entry:
     """The manifest entry of a leaf."""
     if _is_key(leaf):
         words = jax.eval_shape(jax.random.key_data, leaf.array)
-        return Entry(tuple(words.shape), str(words.dtype), str(jax.random.key_impl(leaf.array)))
+        return Entry(tuple(words.shape), str(words.dtype), _impl_of(leaf))
     return Entry(leaf.shape, jnp.dtype(leaf.dtype).name)
 
 
@@ -885,10 +887,7 @@ def read(saver: Any, folder: Path, wanted: Mapping[str, Leaf], entries: Mapping[
             raise by_its_name(error, plain, folder) from error
     if gone := [name for name, value in found.items() if not isinstance(value, np.ndarray | np.generic | jax.Array)]:
         raise ValueError(f"the arrays lack {', '.join(gone)}")  # Orbax gives back the item's 0
-    return {
-        name: _arrived(found[name], leaf) if name in found else _nothing(leaf, entries[name])
-        for name, leaf in wanted.items()
-    }
+    return {name: _arrived(found[name], leaf) if name in found else _nothing(leaf) for name, leaf in wanted.items()}
 
 
 def _writable(leaf: Leaf) -> Any:
@@ -923,7 +922,7 @@ def _restore_args(leaf: Leaf) -> Any:
 def _arrived(value: Any, leaf: Leaf) -> Any:
     sharding = getattr(leaf.array, "sharding", None)
     if _is_key(leaf):
-        return jax.random.wrap_key_data(jnp.asarray(value), impl=jax.random.key_impl(leaf.array))
+        return jax.random.wrap_key_data(jnp.asarray(value), impl=_impl_of(leaf))
     if isinstance(leaf.array, bool | int | float):
         return type(leaf.array)(value.item())
     if sharding is None:
@@ -937,16 +936,28 @@ def _arrived(value: Any, leaf: Leaf) -> Any:
     return value
 
 
-def _nothing(leaf: Leaf, entry: Entry) -> Any:
+def _nothing(leaf: Leaf) -> Any:
+    """A zero-size array in the place of a leaf."""
     sharding = getattr(leaf.array, "sharding", None)
     shape = np.shape(leaf.array)
-    if sharding is None or _is_key(leaf):
+    if _is_key(leaf):
+        words = jax.eval_shape(jax.random.key_data, leaf.array)
+        return leaf.array if isinstance(leaf.array, jax.Array) else _arrived(np.zeros(words.shape, words.dtype), leaf)
+    if sharding is None:
         return np.zeros(shape, leaf.dtype)
     return jax.jit(lambda: jnp.zeros(shape, leaf.dtype), out_shardings=sharding)()
 
 
 def _is_key(leaf: Leaf) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _impl_of(leaf: Leaf) -> str:
+    """The name of the generator of random keys, of keys that are given as shapes too."""
+    if isinstance(leaf.array, jax.Array):
+        return str(jax.random.key_impl(leaf.array))
+    made = {name: jax.eval_shape(partial(jax.random.key, impl=name), 0).dtype for name in _GENERATORS}
+    return next(name for name, dtype in made.items() if dtype == leaf.dtype)
 
 
 def _of_words(sharding: Any) -> Any:
