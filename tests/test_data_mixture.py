@@ -34,6 +34,19 @@ def test_shares_are_within_one_sample_after_every_block(name):
         assert (Shares(weights.tolist(), seed=5).sources(numbers) != sources).any()
 
 
+def test_a_mixture_within_a_mixture_keeps_its_shares():
+    mesh = ax.make_mesh(data=1, devices=jax.devices()[:1])
+    inner = ax.mix({"a": Numbers(900), "b": Numbers(100, 1000)}, {"a": 1, "b": 9})
+    for other in (Numbers(500, 2000), lambda: iter(range(2000, 2500))):
+        mixed = ax.mix({"inner": inner, "other": other}, {"inner": 1, "other": 1})
+        batches = zip(ax.create_dataloader(mixed, 100, mesh), range(10), strict=False)
+        drawn = np.concatenate([np.asarray(batch) for batch, _ in batches])
+        own = drawn[drawn < 2000]
+        assert 450 < len(own) < 550 and 0.85 < (own >= 1000).mean() < 0.95
+    with pytest.raises(ValueError, match="pack takes every document of a Mixture once"):
+        ax.pack(ax.mix({"a": ["ab"], "b": ["cd"]}, {"a": 1, "b": 9}), 4)
+
+
 def test_weights_may_be_numbers_of_numpy_and_jax():
     for one in (np.float32(1.5), jax.numpy.float32(1.5), np.float64(1.5)):
         assert Shares([one, np.int64(2)], seed=4).before(7000) == Shares([1.5, 2], seed=4).before(7000)

@@ -692,7 +692,8 @@ def pack(
 
     Raises:
       ImportError: the tokenizer's library is not installed.
-      ValueError: a field or token is missing, there is no token to predict, or the length is below 1.
+      ValueError: a field or token is missing, there is no token to predict, the length is below 1, or the dataset has
+        an order of its own, as a mixture has (mix packed sources instead).
       RuntimeError: a document that cannot be read, by number.
     """
     encoder = DocumentEncoder(
@@ -705,6 +706,11 @@ def pack(
     samples = as_dataset(dataset)
     if isinstance(samples, Stream):
         return PackedStream(samples, encoder, length, share=share)
+    if hasattr(samples, "order_of"):
+        raise ValueError(
+            f"pack takes every document of a {type(samples).__name__} once, and it has an order of its own, with shares or "
+            "repetitions that would be lost: pack its sources, and mix the rows, ax.mix({name: ax.pack(source, ...)}, weights)"
+        )
     content = getattr(samples, "fingerprint", None)
     known = None if content is None else f"{content} by {encoder.fingerprint}"
     return PackedDocuments(encoded(samples, encoder), length, share=share, fingerprint=known)

@@ -140,9 +140,15 @@ class Mixture:
             epochs, inside = np.divmod(drawn, size)
             for own in np.unique(epochs[source == which]):
                 chosen = (source == which) & (epochs == own)
-                order = self._order(size, shuffle, seed ^ which, int(own))
-                indices[chosen] = self._firsts[which] + order[inside[chosen]]
+                indices[chosen] = self._firsts[which] + self._drawn_of(which, int(own), inside[chosen], shuffle, seed)
         return indices
+
+    def _drawn_of(self, which: int, epoch: int, places: np.ndarray, shuffle: bool, seed: int) -> np.ndarray:
+        """The indices in a source of its samples at these places of its own epoch, by its own order where it has one."""
+        own = getattr(list(self.sources.values())[which], "order_of", None)
+        if own is not None:  # a mixture, whose shares hold within this one
+            return own(epoch, places, shuffle=shuffle, seed=seed ^ which)
+        return self._order(self._sizes[which], shuffle, seed ^ which, epoch)[places]
 
 
 def checked_weights(weights: Mapping[str, float], seed: int) -> None:
@@ -708,6 +714,8 @@ class InEpochOrder:
         self._epoch = epoch
 
     def __iter__(self) -> "OneEpoch":
+        if (own := getattr(self.dataset, "order_of", None)) is not None:
+            return OneEpoch(self.dataset, own(self._epoch, np.arange(len(self.dataset)), shuffle=True, seed=self.seed))
         order = epoch_order(len(self.dataset), shuffle=True, seed=self.seed, epoch=self._epoch)
         return OneEpoch(self.dataset, order)
 
