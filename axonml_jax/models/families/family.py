@@ -351,7 +351,12 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 def window_problems(described: Described) -> Iterator[str]:
     """Yield the window settings that the transformer here does not support."""
-    if _period(kinds := _kinds(described)) == 0:
+    kinds, layers = _kinds(described), described["num_hidden_layers"]
+    if strange := sorted({*kinds} - {SLIDING, FULL}):
+        yield f"layer_types: {', '.join(strange)}, where {SLIDING} and {FULL} are known"
+    elif len(kinds) != layers:
+        yield f"layer_types of {len(kinds)} layers for num_hidden_layers={layers}"
+    elif _period(kinds) == 0:
         yield f"layer_types={kinds}: all must slide, none, or all but every so many-th"
 
 
@@ -388,7 +393,7 @@ def _kinds(described: Described) -> list[str]:
 
 def _period(kinds: list[str]) -> int | None:
     """The period after which a block is full; None if all or none are, 0 if there is no period."""
-    if len(set(kinds)) == 1:
+    if len(set(kinds)) <= 1:
         return None
     every = kinds.index(FULL) + 1
     alike = all((kind == FULL) == ((block + 1) % every == 0) for block, kind in enumerate(kinds))
