@@ -105,6 +105,16 @@ def test_compressed_lines_are_not_taken_for_text(tmp_path, caplog):
         ax.open_dataset(tmp_path)
 
 
+def test_what_lies_in_hidden_folders_says_nothing_of_a_folders_format(tmp_path):
+    (tmp_path / ".cache" / "deep").mkdir(parents=True)
+    (tmp_path / ".cache" / "deep" / "x.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "a.txt").write_text("text")
+    assert [ax.open_dataset(tmp_path)[0]["text"]] == ["text"]
+    (tmp_path / "seen").mkdir()
+    (tmp_path / "seen" / "y.jsonl").write_text('{"a": 2}\n')
+    assert ax.open_dataset(tmp_path)[0] == {"a": 2}
+
+
 def test_every_text_file_is_a_sample(tmp_path):
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a.md").write_text("first")

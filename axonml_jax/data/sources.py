@@ -702,6 +702,11 @@ def guessed_format(path: str | os.PathLike) -> str:
         endings = [suffix + more for suffix in suffixes for more in ("", *COMPRESSED)]
         if path.name.endswith(tuple(endings)):
             return name
-        if path.is_dir() and any(next(path.rglob(f"*{ending}"), None) for ending in endings):
+        if path.is_dir() and any(_shown(path, found) for ending in endings for found in path.rglob(f"*{ending}")):
             return name
     return "text"
+
+
+def _shown(root: Path, found: Path) -> bool:
+    """Whether no folder on the way to a file is hidden: hidden ones are not read."""
+    return not any(part.startswith(".") for part in found.relative_to(root).parts[:-1])
