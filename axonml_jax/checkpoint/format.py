@@ -1043,11 +1043,11 @@ def _ended(outcome: Future) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Does a checkpoint fit what shall take it? Everything that does not is told at once.
+# Whether a checkpoint fits the object to restore into: all differences are listed at once.
 # --------------------------------------------------------------------------------------------------
 
 DIFFERENCES = ("missing", "unexpected", "mismatched")
-"""What may be accepted: names the checkpoint lacks, names only it has, and arrays of another shape or kind."""
+"""What may be accepted: names the checkpoint lacks, names only it has, and arrays of another shape or dtype."""
 
 OPTIONAL = ("guard/",)
 """How the names of arrays begin that may be missing or unexpected in any restore: counts of skipped updates."""

@@ -381,7 +381,7 @@ class CopyRounds:
 _HEAD = struct.Struct("<8sQQI")
 _MAGIC = b"axonml\x01\n"
 START = 4096
-"""Where the parts begin."""
+"""The offset at which the parts begin."""
 
 _ALIGN = 64
 _CHUNK = 1 << 22

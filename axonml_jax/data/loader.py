@@ -46,7 +46,7 @@ _NAME = "grain-process-prefetch"
 _LOST = re.compile(r"Worker process was terminated unexpectedly with exit code (-?\d+)")
 _TICK = 0.5
 _UNGUARDED = 91  # the status of a worker that runs the script again and comes to its loader
-_IN_VAIN = 92  # what grain is told in the place of status 0, which it takes for a good end
+_IN_VAIN = 92  # given to grain instead of status 0, which it takes for a good end
 
 _open: "weakref.WeakSet[Generator]" = weakref.WeakSet()
 

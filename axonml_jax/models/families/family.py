@@ -17,7 +17,7 @@ from axonml_jax.models.config import ExpertsConfig, TransformerConfig
 # --------------------------------------------------------------------------------------------------
 
 Index = tuple[slice, ...]
-"""Of each dim from where to where, without steps."""
+"""One slice per dim, without a step."""
 
 
 class Sliced(Protocol):
@@ -207,7 +207,7 @@ class ArraySource:
 
         Args:
           arrays: those there.
-          index: from where to where, of each dim.
+          index: one slice per dim of our array.
           dtype: of the result.
         """
         shape = self.shape(arrays)
