@@ -213,6 +213,14 @@ def test_a_record_that_cannot_be_read_is_watched_too(tmp_path, hurried, text):
     Ownership(tmp_path / "owner.json", tmp_path).release()
 
 
+def test_a_record_that_is_no_text_does_not_end_a_claim(tmp_path):
+    record = saving.record_of(tmp_path / "step_00000009")
+    record.write_bytes(b"\xff\xfe{")
+    assert ownership.in_use(record)
+    saving.tidy(tmp_path)
+    assert record.exists()
+
+
 def test_a_run_that_has_lost_its_folder_saves_nothing_more_and_removes_nothing(tmp_path):
     with ax.CheckpointManager(tmp_path, every=1) as manager:
         manager.save(1, Weights(1))

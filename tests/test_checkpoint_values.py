@@ -112,6 +112,17 @@ def test_a_state_of_only_empty_arrays_is_kept(tmp_path):
     assert found["a"].shape == (0, 3) and found["b"].shape == (2, 0)
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_random_keys_are_restored_into_shapes_and_none_of_them_too(tmp_path, impl):
+    key = jax.random.key(3, impl=impl)
+    tree = {"one": key, "none": jax.random.split(key, 0), "many": jax.random.split(key, 2)}
+    ax.save(tmp_path / "a", tree)
+    for like in (tree, jax.eval_shape(lambda: tree)):
+        found = ax.restore(tmp_path / "a", like)
+        assert {name: leaf.dtype for name, leaf in found.items()} == dict.fromkeys(tree, key.dtype)
+        assert all((jax.random.key_data(found[name]) == jax.random.key_data(tree[name])).all() for name in tree)
+
+
 def test_an_entry_that_the_arrays_lack_is_damage(tmp_path):
     """It was restored as the integer 0."""
     path = ax.save(tmp_path / "run", {"a": np.ones(2)})

@@ -1,6 +1,7 @@
 """Checkpoints whose place is a URL: written there, kept by the rules, restored from there; a server stands in for S3."""
 
 import collections
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -208,6 +209,14 @@ def test_one_checkpoint_is_saved_to_and_restored_from_a_url(s3, cache):  # noqa:
         ax.restore(URL, Weights())
     ax.save("s3://bucket/mine", Weights(2))
     assert value(ax.restore("s3://bucket/mine", Weights())) == 2 and go_on() == 3
+
+
+def test_a_url_that_was_made_a_path_is_no_folder_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for act in (lambda path: ax.save(path, {"w": np.ones(2)}), lambda path: ax.restore(path, {}), ax.CheckpointManager):
+        with pytest.raises(ValueError, match=r"PosixPath\('s3:/bucket/run'\) has lost a slash"):
+            act(Path("s3://bucket/run"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_a_url_does_not_have_is_refused(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import re
 import types
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -217,3 +218,9 @@ def test_what_is_no_document_is_refused():
         ax.pack(["ab"], 4, end="</s>")
     with pytest.raises(ValueError, match="length=0"):
         PackedDocuments([Document(np.arange(3), 0)], 0)
+    with pytest.raises(ValueError, match="length=0"):
+        ax.pack(lambda: iter(["ab"]), 0)
+    with pytest.raises(ValueError, match="no tokenizer at 'nowhere'"):
+        ax.pack(["ab"], 4, Path("nowhere"))
+    with pytest.raises(ValueError, match="the sample holds a NoneType"):  # and does not end the epoch there
+        list(ax.pack(lambda: iter(["ab", None, None, "cd"]), 4))

@@ -1,6 +1,7 @@
 """Mixtures: shares that are exact in the long run, orders drawn from the seed, and refusals."""
 
 import gc
+import math
 import pickle
 import weakref
 from collections import Counter
@@ -31,6 +32,24 @@ def test_shares_are_within_one_sample_after_every_block(name):
     assert (shares.sources(shuffled) == sources[shuffled]).all()
     if len(weights) > 1:
         assert (Shares(weights.tolist(), seed=5).sources(numbers) != sources).any()
+
+
+def test_a_mixture_within_a_mixture_keeps_its_shares():
+    mesh = ax.make_mesh(data=1, devices=jax.devices()[:1])
+    inner = ax.mix({"a": Numbers(900), "b": Numbers(100, 1000)}, {"a": 1, "b": 9})
+    for other in (Numbers(500, 2000), lambda: iter(range(2000, 2500))):
+        mixed = ax.mix({"inner": inner, "other": other}, {"inner": 1, "other": 1})
+        batches = zip(ax.create_dataloader(mixed, 100, mesh), range(10), strict=False)
+        drawn = np.concatenate([np.asarray(batch) for batch, _ in batches])
+        own = drawn[drawn < 2000]
+        assert 450 < len(own) < 550 and 0.85 < (own >= 1000).mean() < 0.95
+    with pytest.raises(ValueError, match="pack takes every document of a Mixture once"):
+        ax.pack(ax.mix({"a": ["ab"], "b": ["cd"]}, {"a": 1, "b": 9}), 4)
+
+
+def test_weights_may_be_numbers_of_numpy_and_jax():
+    for one in (np.float32(1.5), jax.numpy.float32(1.5), np.float64(1.5)):
+        assert Shares([one, np.int64(2)], seed=4).before(7000) == Shares([1.5, 2], seed=4).before(7000)
 
 
 def test_a_source_that_runs_out_begins_again_in_another_order_and_the_other_goes_on_over_epochs():
@@ -108,6 +127,9 @@ def test_what_is_no_mixture_is_refused():
         ax.mix({"a": Numbers(1), "b": Numbers(1)}, {"a": 1, "c": 1})
     with pytest.raises(ValueError, match=r"seed=-1.*; the weight of 'a' is 0: must be positive"):
         ax.mix({"a": Numbers(1)}, {"a": 0}, seed=-1)
+    for weight in (math.inf, math.nan, "3"):
+        with pytest.raises(ValueError, match=r"the weight of 'a' is .*: must be positive, and a finite number"):
+            ax.mix({"a": Numbers(1)}, {"a": weight})
     with pytest.raises(ValueError, match="'a' must hold samples"):
         ax.mix({"a": Numbers(0)}, {"a": 1})
     mixed = iter(ax.mix({"a": iter(range(2)), "b": Numbers(9)}, {"a": 1, "b": 1}))

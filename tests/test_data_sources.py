@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 import pickle
+import resource
 import sys
 import types
 
@@ -58,6 +60,18 @@ def test_rows_of_parquet_are_made_a_group_at_a_time(tmp_path, monkeypatch):
     assert groups == [0, 2, 3]
 
 
+def test_more_files_of_json_lines_than_may_be_open_are_read(tmp_path):
+    for i in range(100):
+        (tmp_path / f"{i:03d}.jsonl").write_text(f'{{"a": {i}}}\n')
+    found, (soft, hard) = ax.open_dataset(tmp_path), resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = len(os.listdir("/dev/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 80, hard))
+        assert [found[i]["a"] for i in (*range(100), 0)] == [*range(100), 0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_json_lines_may_be_blank_indented_and_unended_but_not_broken(tmp_path):
     path = tmp_path / "odd.jsonl"
     path.write_bytes(b'\n{"a": 1}\r\n   \n  {"a": 2}\n\n{"a": "\xc3\xa9"}')
@@ -89,6 +103,16 @@ def test_compressed_lines_are_not_taken_for_text(tmp_path, caplog):
         (tmp_path / name).rename(tmp_path / f"{name}.txt")  # without lines the folder is still one of lines
     with pytest.raises(ValueError, match=r"no files ending in .jsonl, .ndjson(.|\n)*one.jsonl.gz: compressed"):
         ax.open_dataset(tmp_path)
+
+
+def test_what_lies_in_hidden_folders_says_nothing_of_a_folders_format(tmp_path):
+    (tmp_path / ".cache" / "deep").mkdir(parents=True)
+    (tmp_path / ".cache" / "deep" / "x.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "a.txt").write_text("text")
+    assert [ax.open_dataset(tmp_path)[0]["text"]] == ["text"]
+    (tmp_path / "seen").mkdir()
+    (tmp_path / "seen" / "y.jsonl").write_text('{"a": 2}\n')
+    assert ax.open_dataset(tmp_path)[0] == {"a": 2}
 
 
 def test_every_text_file_is_a_sample(tmp_path):

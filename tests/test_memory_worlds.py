@@ -224,3 +224,30 @@ def test_nobody_begins_anew_when_a_part_of_the_state_is_lost_twice(machines):
         return copies.look(State(), of=shard), copies.lost
 
     assert made.world("12", "cb", looks) == [(None, 4)] * 2
+
+
+def test_a_position_in_bytes_comes_back_from_memory_as_from_disk(machines):
+    """Grain's iterators say where they are in bytes, by `get_state`, which copies keep as text."""
+
+    class Grains:
+        def __init__(self, place):
+            self.place = place
+
+        def get_state(self):
+            return self.place
+
+        def set_state(self, place):
+            self.place = place
+
+    def act(copies, shard, team):
+        run, data = State(), Grains(b"start")
+        if copies.look(run, of=shard) is not None:
+            copies.restore(run, data=data)
+        else:
+            copies.keep(2, run, data=Grains(b"\x02\xff"))
+            copies._wait()
+        return data.place
+
+    made = machines(1)
+    assert made.world("0", "a", act) == [b"start"]
+    assert made.world("0", "a", act) == [b"\x02\xff"]

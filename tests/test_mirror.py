@@ -69,6 +69,18 @@ def test_copies_are_committed_last_and_stay_by_the_same_rules(tmp_path, s3):
     assert go_on(tmp_path / "c") == 7
 
 
+def test_the_best_is_the_best_of_all_copies_on_a_machine_without_them_too(tmp_path, s3):
+    save(tmp_path / "a", 1, 2, 3, 4, keep=1, best="loss")
+    assert committed(s3) == [2, 4] and names(tmp_path / "a") == ["step_00000002", "step_00000004"]
+    for place in ("a", "b", "b"):
+        module = Weights()
+        with ax.CheckpointManager(tmp_path / place, keep=1, best="loss", mirror=URL) as manager:
+            assert manager.restore(module, step="best").step == value(module) == 2
+    assert names(tmp_path / "b") == ["step_00000002"]
+    with ax.CheckpointManager(tmp_path / "c", mirror=URL) as manager, pytest.raises(ValueError, match="needs a metric"):
+        manager.restore(Weights(), step="best")
+
+
 def test_what_is_here_is_not_fetched_and_without_copies_nothing_is(tmp_path, s3):
     assert go_on(tmp_path / "none") is None
     save(tmp_path / "a", 1, 2)

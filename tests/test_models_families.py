@@ -11,6 +11,7 @@ from test_models_transformer import TINY, count_abstract
 import axonml_jax as ax
 from axonml_jax.layers.options import RopeScaling
 from axonml_jax.models.config import ExpertsConfig
+from axonml_jax.models.families.known import config_of
 from axonml_jax.models.transformer import Transformer
 
 
@@ -81,6 +82,30 @@ def test_attention_options_that_contradict_each_other_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(TINY, **options)
+
+
+def test_kinds_of_layers_that_are_not_known_are_refused_and_not_taken_for_full_attention():
+    described = {
+        "model_type": "qwen3",
+        "vocab_size": 64,
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        "intermediate_size": 64,
+        "use_sliding_window": True,
+        "sliding_window": 8,
+    }
+    sliding, full = "sliding_attention", "full_attention"
+    assert config_of(described | {"layer_types": [sliding, full]}).full_every == 2
+    for kinds, said in (
+        (["chunked_attention"] * 2, "layer_types: chunked_attention, where"),
+        ([sliding, "chunked_attention"], "layer_types: chunked_attention, where"),
+        ([sliding], "layer_types of 1 layers for num_hidden_layers=2"),
+        ([full, sliding], "all but every so many-th"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            config_of(described | {"layer_types": kinds})
 
 
 def test_a_small_zero_centered_scale_is_not_lost_in_bfloat16():

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from threading import Thread
 from typing import Any
@@ -45,7 +46,7 @@ AVERAGE = "ema/"
 
 
 LEFT_OUT = "left_out/"
-"""What the names start with of what sums of gradients lacked; it is of so many ranks, and others begin with nothing."""
+"""What the names of error-feedback residuals start with: one per rank, so that another number of ranks starts from zeros."""
 
 
 def leaves_of(thing: Any) -> dict[str, Leaf]:
@@ -99,7 +100,7 @@ def _module_leaves(module: nnx.Module) -> dict[str, Any]:
 
 
 def _state(module: nnx.Module) -> PyTree:
-    """Parameters and running averages; random streams start anew, as in a trainer."""
+    """The variables that are saved: all but intermediates and random streams, which start anew as in a trainer."""
     return nnx.filter_state(nnx.state(module), nnx.Not(nnx.Any(nnx.RngState, nnx.Intermediate)))
 
 
@@ -351,8 +352,8 @@ class Entry:
     """The manifest's entry for one array: dtype, shape and, for random keys, their kind.
 
     Attributes:
-      shape: of the whole array.
-      dtype: its name; for a key that of its words.
+      shape: of the whole array; for random keys of their words, which has one more dim.
+      dtype: its name; for random keys that of their words.
       key: the implementation of a typed random key, else None.
     """
 
@@ -370,7 +371,7 @@ class Manifest:
       entries: its arrays by name.
       data: the data loader's position.
       metrics: of the step.
-      about: plan, mesh, package versions and time, for people.
+      about: plan, mesh, package versions, time, and what the caller gave as `about`, for people.
       files: size in bytes and CRC-32 of every other file.
     """
 
@@ -594,7 +595,7 @@ class Team:
         return outcome["result"]
 
     def writes_as(self, name: str) -> None:
-        """Context in which the processes write under a common, unique name, by which they meet."""
+        """Set the name, equal in all processes and new for every checkpointer, under which `written` lets them meet."""
         self._writing = (f"axonml_jax/writing/{name}", itertools.count())
 
     def written(self, *, key: str, timeout_ms: int) -> None:
@@ -671,6 +672,7 @@ def rebuilt(said: Sequence[str]) -> Exception:
 _savers = itertools.count()
 _ODD = frozenset("*?[\\")
 _SCHEMES = ("gs", "s3", "az", "hf")
+_GENERATORS = ("threefry2x32", "rbg", "unsafe_rbg")  # JAX's
 
 
 class NoPlainName(OSError):
@@ -681,7 +683,7 @@ def entry_of(leaf: Leaf) -> Entry:
     """The manifest entry of a leaf."""
     if _is_key(leaf):
         words = jax.eval_shape(jax.random.key_data, leaf.array)
-        return Entry(tuple(words.shape), str(words.dtype), str(jax.random.key_impl(leaf.array)))
+        return Entry(tuple(words.shape), str(words.dtype), _impl_of(leaf))
     return Entry(leaf.shape, jnp.dtype(leaf.dtype).name)
 
 
@@ -885,10 +887,7 @@ def read(saver: Any, folder: Path, wanted: Mapping[str, Leaf], entries: Mapping[
             raise by_its_name(error, plain, folder) from error
     if gone := [name for name, value in found.items() if not isinstance(value, np.ndarray | np.generic | jax.Array)]:
         raise ValueError(f"the arrays lack {', '.join(gone)}")  # Orbax gives back the item's 0
-    return {
-        name: _arrived(found[name], leaf) if name in found else _nothing(leaf, entries[name])
-        for name, leaf in wanted.items()
-    }
+    return {name: _arrived(found[name], leaf) if name in found else _nothing(leaf) for name, leaf in wanted.items()}
 
 
 def _writable(leaf: Leaf) -> Any:
@@ -923,7 +922,7 @@ def _restore_args(leaf: Leaf) -> Any:
 def _arrived(value: Any, leaf: Leaf) -> Any:
     sharding = getattr(leaf.array, "sharding", None)
     if _is_key(leaf):
-        return jax.random.wrap_key_data(jnp.asarray(value), impl=jax.random.key_impl(leaf.array))
+        return jax.random.wrap_key_data(jnp.asarray(value), impl=_impl_of(leaf))
     if isinstance(leaf.array, bool | int | float):
         return type(leaf.array)(value.item())
     if sharding is None:
@@ -937,16 +936,28 @@ def _arrived(value: Any, leaf: Leaf) -> Any:
     return value
 
 
-def _nothing(leaf: Leaf, entry: Entry) -> Any:
+def _nothing(leaf: Leaf) -> Any:
+    """A zero-size array in the place of a leaf."""
     sharding = getattr(leaf.array, "sharding", None)
     shape = np.shape(leaf.array)
-    if sharding is None or _is_key(leaf):
+    if _is_key(leaf):
+        words = jax.eval_shape(jax.random.key_data, leaf.array)
+        return leaf.array if isinstance(leaf.array, jax.Array) else _arrived(np.zeros(words.shape, words.dtype), leaf)
+    if sharding is None:
         return np.zeros(shape, leaf.dtype)
     return jax.jit(lambda: jnp.zeros(shape, leaf.dtype), out_shardings=sharding)()
 
 
 def _is_key(leaf: Leaf) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _impl_of(leaf: Leaf) -> str:
+    """The name of the generator of random keys, of keys that are given as shapes too."""
+    if isinstance(leaf.array, jax.Array):
+        return str(jax.random.key_impl(leaf.array))
+    made = {name: jax.eval_shape(partial(jax.random.key, impl=name), 0).dtype for name in _GENERATORS}
+    return next(name for name, dtype in made.items() if dtype == leaf.dtype)
 
 
 def _of_words(sharding: Any) -> Any:
@@ -968,7 +979,7 @@ def _without_chatter(record: logging.LogRecord) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# What may take an hour, as bringing back a checkpoint does: the others wait for it as long as it works.
+# Work of the main process that may take an hour, such as a download: the others wait for it as long as its process lives.
 # --------------------------------------------------------------------------------------------------
 
 _MEET = 30.0
@@ -1032,14 +1043,14 @@ def _ended(outcome: Future) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Does a checkpoint fit what shall take it? Everything that does not is told at once.
+# Whether a checkpoint fits the object to restore into: all differences are listed at once.
 # --------------------------------------------------------------------------------------------------
 
 DIFFERENCES = ("missing", "unexpected", "mismatched")
-"""What may be accepted: names the checkpoint lacks, names only it has, and arrays of another shape or kind."""
+"""What may be accepted: names the checkpoint lacks, names only it has, and arrays of another shape or dtype."""
 
 OPTIONAL = ("guard/",)
-"""What a run may have or not have without being another run."""
+"""How the names of arrays begin that may be missing or unexpected in any restore: counts of skipped updates."""
 
 _SHOWN = 10
 
@@ -1047,7 +1058,9 @@ _SHOWN = 10
 def differences(
     wanted: Mapping[str, Leaf], found: Mapping[str, Entry], optional: tuple[str, ...] = OPTIONAL
 ) -> dict[str, dict[str, str]]:
-    """Differences between wanted and saved arrays, by kind and name, in words; all float dtypes match, and integers an int.
+    """Differences between wanted and saved arrays in words, by kind and name.
+
+    Any float dtype fits any other, and any integer dtype fits a Python int; other dtypes must be equal.
 
     Args:
       wanted: what shall be restored.

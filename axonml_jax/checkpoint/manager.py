@@ -112,8 +112,8 @@ def _from_text(value: Any) -> Any:
     return [_from_text(each) for each in value] if isinstance(value, list) else value
 
 
-def _go_on(data: Any, position: Any) -> None:
-    """Move a loader to a saved position; it refuses one of other data."""
+def go_on(data: Any, position: Any) -> None:
+    """Move a loader, or an iterator of Grain, to a position that `position_of` gave; a loader of `ax` refuses other data's."""
     if hasattr(data, "load_state_dict"):
         data.load_state_dict(_from_text(position))
     elif hasattr(data, "set_state"):
@@ -245,7 +245,7 @@ def load(
             "%s is restored in part; these differences were accepted (accept=):\n%s", folder, "\n".join(lines)
         )
     if data is not None and manifest.data is not None:
-        _go_on(data, manifest.data)  # refuses other data before anything is read
+        go_on(data, manifest.data)  # refuses other data before anything is read
     fitting = {n: leaf for n, leaf in wanted.items() if n in found and n not in different["mismatched"]}
     if text := rounded(fitting, found):
         logger.warning("%s is restored with fewer digits or less range than it was saved with: %s", folder, text)
@@ -275,7 +275,7 @@ def _compare(folder: Path, team: Team, failed: Exception | None) -> None:
 
 
 def _tell_of_averages(folder: Path, wanted: Mapping[str, Leaf], found: Mapping[str, Entry]) -> set[str]:
-    """Warn of moving averages that only the run or only the checkpoint has; returns those to start from parameters."""
+    """Warn of moving averages that only the run or only the checkpoint has; returns the names that the checkpoint lacks."""
     kept, saved = ({name for name in names if name.startswith(AVERAGE)} for names in (wanted, found))
     begin, left = kept - saved, saved - kept
     if begin:
@@ -389,10 +389,10 @@ class CheckpointManager:
         back what the folder lacks.
       staging: of a URL: the folder in which a checkpoint is made and then sent, which all processes share; None: one below
         `~/.cache/axonml_jax`.
-      asynchronous: write behind the training's back; `save` then blocks only while arrays are copied to the host.
+      asynchronous: write in a background thread; `save` then blocks only while arrays are copied to the host.
 
     Raises:
-      TypeError: for numbers that are not whole, and what is neither true nor false where that is asked.
+      TypeError: for numbers that are not whole, and a `verify` or `asynchronous` that is no bool.
       ValueError: for numbers that are not positive, rules that add nothing, a metric of which more is better by its name
         (`"accuracy"`) without `mode`, a folder that is a file, a URL of another kind, and a `file://` URL of the same folder.
     """
@@ -443,8 +443,8 @@ class CheckpointManager:
     def claim(self) -> None:
         """Become the folder's only writer, as the first save does by itself, and remove leftovers of killed processes.
 
-        The owner is one job, whose main process says in `owner.json` who it is, until `close` or its end. One that has ended is
-        followed with a warning; one on another machine after its heartbeat has been quiet for a minute.
+        The owner is one job, whose main process says in `owner.json` who it is, until `close` or its end. An owner that has
+        ended is replaced, with a warning; one on another machine when its heartbeat has not changed for a minute.
 
         Raises:
           FolderInUse: naming the process that writes the folder, and since when.
@@ -512,8 +512,8 @@ class CheckpointManager:
     def check(self) -> None:
         """Raise the error of a save that has failed in the background; costs nothing otherwise.
 
-        One process tells a trainer of a commit here. Several are not done at the same step: they tell it in `save` and `wait`,
-        and there they count a failure that may pass.
+        In a job of one process it also tells the trainer's callbacks of a commit. Several processes do not finish at the same
+        step: they tell callbacks, and count failures that may pass, in `save` and `wait`.
         """
         saving, alone = self._saving, self._team.size == 1
         if saving is not None and (saving.done if alone else self._failures.fatal(saving.failure)):
@@ -554,7 +554,8 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait, and release the threads and the folder; with `mirror` all processes wait until the newest is copied.
 
-        A job that has only restored copies, or sends to the URL, what has been left, unless another job owns the folder.
+        A job that has only restored also copies, or sends to the URL, the checkpoints that earlier jobs left behind, unless
+        another job owns the folder.
         """
         self._close(together=True)
 
@@ -610,7 +611,7 @@ class CheckpointManager:
         Raises:
           FileNotFoundError: when the step that was asked for is not there.
           DamagedCheckpoint: when it is damaged, or when all are.
-          TypeError: for what would be made anew, not filled.
+          TypeError: when `like` is a pytree, of which `ax.restore` returns a new one.
           ValueError: listing every array that does not fit.
         """
         if not takes_arrays(like):

@@ -18,7 +18,7 @@ from contextlib import closing
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import jax
@@ -28,7 +28,7 @@ from jax.sharding import SingleDeviceSharding
 
 from axonml_jax.base import logger, print0
 from axonml_jax.checkpoint.format import DamagedCheckpoint, Manifest, Team, is_whole, tell_all_at_length
-from axonml_jax.checkpoint.manager import CheckpointManager, Positioned, manifest_of
+from axonml_jax.checkpoint.manager import CheckpointManager, Positioned, go_on, manifest_of
 from axonml_jax.compat.processes import coordinator_client
 from axonml_jax.mesh.environment import GENERATIONS, handed, to_send
 from axonml_jax.mesh.join import (
@@ -193,7 +193,7 @@ def _is_key(array: Any) -> bool:
 # --------------------------------------------------------------------------------------------------
 
 SHARE = 0.5
-"""Of a machine's memory, what copies may take at most."""
+"""The largest share of a machine's memory that copies may take."""
 
 _RESTARTS = "AXONML_JAX_RESTART_COUNT"  # of the launcher
 
@@ -216,7 +216,7 @@ class Members:
     own: bool = True
     partners: bool = True
 
-    @property
+    @cached_property
     def keepers(self) -> tuple[int | None, ...]:
         """The ranks to which a process sends its copies; None if it needs none."""
         if not (self.own and self.partners):
@@ -294,7 +294,7 @@ def _over(members: Members, memory: Mapping[int, int]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Of which steps copies are made, the same in all processes: none is begun while some process is at the one before.
+# The steps of which copies are made, equal in all processes: no copy begins while a process is still making the last one.
 # --------------------------------------------------------------------------------------------------
 
 _COPIES = "axonml_jax/memory/"
@@ -311,7 +311,7 @@ class CopyRounds:
     Attributes:
       team: the same.
       complete: the newest step of which every process has a copy; None: there is none.
-      begun: of which a copy was begun last, and may be under way in some process; None: none is.
+      begun: the step of the copy that was begun last, and may be under way in some process; None: none is.
       skipped: how many copies were left out.
     """
 
@@ -381,7 +381,7 @@ class CopyRounds:
 _HEAD = struct.Struct("<8sQQI")
 _MAGIC = b"axonml\x01\n"
 START = 4096
-"""Where the parts begin."""
+"""The offset at which the parts begin."""
 
 _ALIGN = 64
 _CHUNK = 1 << 22
@@ -709,11 +709,11 @@ class OwnCopies:
         """Choose the generation that receives this process's missing state of a step.
 
         Args:
-          step: whatever is of another one goes first.
+          step: a generation that holds another step is taken first.
           sent: the shards that this process sends meanwhile.
 
         Raises:
-          OSError: when all that there are hold what others lack.
+          OSError: when every generation holds a copy of this step that this process has to send.
         """
         free = [held is None or held[1] != step for held in self.held]
         free = free if any(free) else [held is None or held[0] not in sent for held in self.held]
@@ -752,7 +752,7 @@ class OwnCopies:
           complete: the step to keep.
 
         Returns:
-          What makes it a copy: checksums, which need nobody to wait. It returns the generation.
+          A function that computes the checksums and commits the copy, for a background thread; it returns the generation.
         """
         free = [number for number, held in enumerate(self.held) if held != (shard, complete)]
         number = min(free, key=lambda each: -1 if (held := self.held[each]) is None else held[1])
@@ -913,7 +913,7 @@ def send(place: str, token: bytes, purpose: str, rank: int, generation: Generati
       keep: the step that the receiver must keep meanwhile.
 
     Raises:
-      OSError: when it did not come to that.
+      OSError: when the receiver does not take it, does not keep it, or stops answering.
     """
     found = generation.index()
     assert found is not None, "there is no copy"
@@ -957,9 +957,10 @@ def _line(line: socket.socket) -> bytes:
 
 
 def own_addresses(environ: Mapping[str, str]) -> tuple[str, str]:
-    """The address on which this machine listens, and the one by which the job's others reach it, by launch variables.
+    """The address on which this machine listens, and the one by which other machines reach it, by launch variables.
 
-    They differ where `JAX_COORDINATOR_BIND_ADDRESS` says on what process 0's machine listens, as `0.0.0.0`, which is nobody's.
+    They differ on process 0's machine if `JAX_COORDINATOR_BIND_ADDRESS` gives an address to listen on, such as `0.0.0.0`,
+    which nobody can call.
     """
     host = environ["MASTER_ADDR"].strip("[]")
     if environ["NODE_RANK"] == "0":
@@ -1047,7 +1048,7 @@ class Exchange:
         self._addresses = team.tell_all("prepare copies in memory", self._post.address)
 
     def send(self, to: int, purpose: str, generation: Generation, keep: int | None = None) -> None:
-        """Send a copy to the process of a rank (see `post.send`).
+        """Send a copy to the process of a rank (see `send`).
 
         Raises:
           OSError: when it is not kept there.
@@ -1093,8 +1094,8 @@ class MemoryCopies:
     """Copies of what this process's devices hold, in its launcher's memory. All processes make the same calls.
 
     Call `look` once before the first step, then `restore` or `forget` (see `restore_newest`), `keep` after every step, `close`
-    at the end. A copy blocks while the arrays are copied to the host; checksums, and sending it to another machine, happen
-    behind the training's back.
+    at the end. A copy blocks while the arrays are copied to the host; a background thread computes checksums and sends it to
+    another machine.
 
     Args:
       every: steps between copies.
@@ -1166,8 +1167,8 @@ class MemoryCopies:
         """Exchange what copies all processes have, and prepare to make some. Existing copies are not changed.
 
         Args:
-          run: as its arrays lie, copies are taken back, and made.
-          of: the run's name: copies of another one, in the same launch, are not taken.
+          run: the sharding of its arrays says which copies fit, and what copies will hold.
+          of: the run's name: copies of another run in the same launch are not taken.
 
         Returns:
           The newest step that `restore` can go on from; None: there is none.
@@ -1209,7 +1210,7 @@ class MemoryCopies:
         values, about = self._own.read(shard, agreed.step, run.resting_arrays())
         manifest = Manifest(**about)
         if data is not None and manifest.data is not None:
-            data.load_state_dict(manifest.data)
+            go_on(data, manifest.data)
         run.take_resting(values)
         self._rounds.go_on_from(agreed.step)
         self._last = agreed.step
@@ -1232,7 +1233,7 @@ class MemoryCopies:
           step: updates made.
           run: the trainer.
           data: the data loader, whose position belongs to the step.
-          now: make one in any case, as the run ends here and others may go on from it.
+          now: make one though it is not due, because the run ends here, and the next start may go on from it.
 
         Returns:
           Whether one was begun, the same in all processes: not while some are still at the one before, without `now`.

@@ -38,7 +38,7 @@ class Owner:
       started: when the process started, as its kernel counts; with `pid` it means one process for ever. None: unknown.
       token: of this claim; a process may make several.
       beats: heartbeats so far.
-      launch: which launch of `axonml-jax launch` it is of; empty: none. Records from before it was kept lack it.
+      launch: the id of the `axonml-jax launch` that started it; empty: none did. Older records lack this field.
     """
 
     host: str
@@ -230,7 +230,7 @@ class Ownership:
 def in_use(record: Path) -> bool:
     """Whether a record exists whose process may be alive, judged without waiting."""
     try:
-        text = record.read_text(encoding="utf-8")
+        text = record.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return False
     return bool(text) and Owner.parse(text).lives() is not False

@@ -41,7 +41,7 @@ from axonml_jax.checkpoint.retention import Retention, best_of
 from axonml_jax.checkpoint.saving import WENT_BACK, candidates, put_in_place, record_of, remove
 
 # --------------------------------------------------------------------------------------------------
-# Checkpoints without a copy, as a process was killed while it made one or the store was away: which of them are copied.
+# Checkpoints without a copy, because a process was killed or the store did not answer: which of them are copied.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -279,8 +279,8 @@ class Copies:
 
         Args:
           name: its own, under the URL.
-          folder: it.
-          keep_id: keep the run's id beside it.
+          folder: the folder to be.
+          keep_id: write the run's id beside it.
 
         Raises:
           DamagedCheckpoint: naming every file that is not what was written.
@@ -499,7 +499,7 @@ class Mirror:
     def copy(self, folder: Path, step: int) -> None:
         """Start to copy a committed checkpoint, then delete the copies that no rule keeps.
 
-        Where the store is slower than the saves, the newest is copied next. What fails is said, and the next one is tried.
+        If the store is slower than the saves, the newest is copied next. A failure is logged, and the next one is tried.
 
         Args:
           folder: the checkpoint.
@@ -525,7 +525,7 @@ class Mirror:
         """Wait until nothing is left to copy.
 
         Raises:
-          OSError: when the newest checkpoint could not be.
+          OSError: when the newest checkpoint could not be copied.
         """
         if (thread := self._thread) is not None:
             thread.join()
@@ -617,7 +617,7 @@ class AtUrl:
       folder: where checkpoints are made before they are sent; all processes see it.
       rules: which stay.
       verify: read every file back from the store before a checkpoint counts.
-      team: the processes, which all make the calls that say so.
+      team: the processes; all of them call `offers` and `finish`.
     """
 
     mirror = None
@@ -638,7 +638,7 @@ class AtUrl:
 
     @property
     def known_steps(self) -> list[int]:
-        """`steps` as last seen, without asking a store that may be away."""
+        """`steps` as last seen, without asking a store that may not answer."""
         return self._known
 
     def said(self) -> dict[int, Manifest]:
@@ -849,14 +849,22 @@ def _refuse(copies: Copies, name: str, url: str) -> None:
 
 
 def bring_back(
-    mirror: Mirror | None, folder: Path, step: int | str | None, team: Team, claim: Callable[[], None]
+    mirror: Mirror | None,
+    folder: Path,
+    step: int | str | None,
+    metric: str | None,
+    mode: str,
+    team: Team,
+    claim: Callable[[], None],
 ) -> None:
     """Download the newest intact copy that is newer than all checkpoints here, or that of a step that is missing here.
 
     Args:
       mirror: the copies, which the main process reads; None: there are none.
       folder: of the checkpoints.
-      step: which one is asked for; None or `"best"`: the newest.
+      step: which one is asked for; `"best"`: by the metric, among checkpoints and copies; None: the newest.
+      metric: what the best is chosen by; None: by nothing.
+      mode: `"min"` or `"max"`.
       team: the processes, which all call this.
       claim: called before anything is written.
 
@@ -868,7 +876,9 @@ def bring_back(
     if mirror is None:
         return
     step = step if step is None or step == "best" else step_number(step)
-    missing, empty = decide_at_length(team, f"look at {mirror.store}", lambda: _missing(mirror, folder, step))
+    missing, empty = decide_at_length(
+        team, f"look at {mirror.store}", lambda: _missing(mirror, folder, step, metric, mode)
+    )
     failed = None
     for each in missing:
         claim()
@@ -888,7 +898,9 @@ def bring_back(
         )
 
 
-def _missing(mirror: Mirror, folder: Path, step: int | str | None) -> tuple[list[int], bool]:
+def _missing(
+    mirror: Mirror, folder: Path, step: int | str | None, metric: str | None, mode: str
+) -> tuple[list[int], bool]:
     """Steps to fetch, best first, and whether no checkpoint here would serve."""
     mirror.refuse_others(mirror.copies.newest)
     here, there = checkpoints_in(folder), mirror.copies.steps
@@ -896,6 +908,10 @@ def _missing(mirror: Mirror, folder: Path, step: int | str | None) -> tuple[list
         return [step] if step in there and step not in here else [], step not in here
     # Where a process was killed between both, the folder has put aside what is still there.
     left = lambda each: path_of(folder, each).with_suffix(ABANDONED).exists()
+    if step == "best" and metric is not None:
+        copied = {each: said for each, said in mirror.copies.said().items() if not left(each)}
+        best = best_of({**copied, **manifests_in(folder)}, metric, mode)
+        return [best] if best is not None and best not in here else [], not here
     return [each for each in reversed(there) if each > max(here, default=-1) and not left(each)], not here
 
 
@@ -911,7 +927,7 @@ class InFolder:
       folder: of the checkpoints.
       rules: which stay.
       mirror: copies of them; None: there are none.
-      team: the processes, which all make the calls that say so.
+      team: the processes; all of them call `offers` and `finish`.
     """
 
     placed = None  # a checkpoint is one as soon as its folder has its name
@@ -965,7 +981,7 @@ class InFolder:
           FileNotFoundError: when the one that is asked for is not there.
           DamagedCheckpoint, OSError, ValueError: see `bring_back`.
         """
-        bring_back(self.mirror, self.folder, step, self._team, claim)
+        bring_back(self.mirror, self.folder, step, metric, mode, self._team, claim)
         tried: set[int] = set()
         choose = partial(candidates, self.folder, step, metric, mode)
         decide = partial(self._team.decide, f"restore from {self.folder}", choose)
@@ -1064,5 +1080,11 @@ def is_url(given: str | os.PathLike) -> bool:
 
     >>> is_url("s3://bucket/run"), is_url("run/checkpoints")
     (True, False)
+
+    Raises:
+      ValueError: for a URL that was made a `pathlib.Path`, which keeps one of its two slashes and would be a folder here.
     """
-    return "://" in os.fspath(given)
+    text = os.fspath(given)
+    if not isinstance(given, str) and re.match(r"(s3|gs|file):/", text):
+        raise ValueError(f"{given!r} has lost a slash of its URL, as every Path does: give the URL as text")
+    return "://" in text

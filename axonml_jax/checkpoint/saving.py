@@ -117,8 +117,8 @@ class Failures:
           tell: whether this process warns, once for each cause until a save is good again.
 
         Raises:
-          OSError: the error itself where its cause may not pass; another one, with what is left and what to do, where it is
-            one too many.
+          OSError: the error itself if its cause may not pass; if it is the last that is allowed in a row, one that adds the
+            last good checkpoint, the free space and the remedy.
         """
         cause = cause_of(error)
         if cause is None:
@@ -244,12 +244,12 @@ class Saving:
     Args:
       folder: the checkpoint to be.
       leaves: its arrays; they may be donated as soon as this returns.
-      manifest: what else it says.
+      manifest: its manifest but for `files`, which are known when they are written.
       team: the processes that save it, all of them.
       saver: Orbax's checkpointer.
       replace: whether an existing checkpoint may be replaced.
       verify: read the files again, past the system's cache, before the checkpoint counts.
-      owner: in the main process, of the folder that the checkpoint goes into; None: this save alone is owned.
+      owner: in the main process, the ownership of the folder of checkpoints; None: this save claims its own path alone.
       begun: runs in the main process before anything is written.
       placed: runs in the main process when the folder has its name, however long it takes; only then the checkpoint counts.
       committed: runs in the main process after that.

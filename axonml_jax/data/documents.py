@@ -99,7 +99,7 @@ _STORED = ("truncation", "padding")
 _IDS = 2**31
 
 Special = bool | Literal["before"]
-"""Which of the tokens that a tokenizer's rules add around a text are added: all, none, or, as more follows, those before it."""
+"""Which special tokens of a tokenizer's rules are added to a text: all, none, or (more text follows) those before it."""
 
 
 class Tokenizer(Protocol):
@@ -161,8 +161,8 @@ class FileTokenizer:
       path: the file, or a folder that holds it.
 
     Raises:
-      ImportError: the library is not installed.
-      ValueError: there is no such file, or it is none of a tokenizer.
+      ValueError: there is no such file; when it is first used, if it is none of a tokenizer.
+      ImportError: the library is not installed; when it is first used.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -357,7 +357,7 @@ class DocumentEncoder:
     Attributes:
       tokenizer: text to token ids.
       fields: the sample's fields that are the text, one after the other with an empty line between.
-      prompt_field, completion_field: instead, what is given and what is learned; both or none.
+      prompt_field, completion_field: instead of `fields`, those of the prompt, which is given, and of what is learned.
       end: a token to add after every document, by name; None: none.
     """
 
@@ -467,8 +467,8 @@ def row_of(pieces: Iterable[tuple[Document, int, int]], length: int) -> dict[str
       length: places of the row.
 
     Returns:
-      int32 [length] each: "tokens"; "targets", the token after each in its document, -1 where that is given in a prompt and in
-      what no document fills; "segment_ids", from 1, 0 in what no document fills; "positions" in the piece.
+      int32 [length] each: "tokens"; "targets", the token after each in its document, -1 where that belongs to the prompt and in
+      places that no document fills; "segment_ids", from 1, 0 in those places; "positions" in the piece.
 
     >>> one, two = Document(np.array([5, 6, 7, 8]), 2), Document(np.array([9, 9]), 0)
     >>> {name: x.tolist() for name, x in row_of([(one, 0, 3), (two, 0, 1)], 5).items()}
@@ -492,19 +492,25 @@ def row_of(pieces: Iterable[tuple[Document, int, int]], length: int) -> dict[str
 # --------------------------------------------------------------------------------------------------
 
 _ROWS_AT_ONCE = 256
+_END = object()
+
+
+def _require_length(length: int) -> None:
+    if length < 1:
+        raise ValueError(f"length={length}: must be at least 1")
 
 
 class PackedDocuments:
     """A dataset of rows, each of which holds whole documents that fill it well; longer ones are cut.
 
     Args:
-      documents: as many as there are; those from whose tokens nothing is learned are left out.
+      documents: all of them; those without a token to learn are left out.
       length: places of a row.
       share: whether documents share rows.
-      fingerprint: what tells these documents from others.
+      fingerprint: text that identifies the documents; None: a checksum of their tokens.
 
     Raises:
-      ValueError: nothing is left.
+      ValueError: no document has a token to learn, or the length is below 1.
 
     Attributes:
       num_tokens: places that documents take, of all rows together.
@@ -514,8 +520,7 @@ class PackedDocuments:
     def __init__(
         self, documents: Sequence[Document], length: int, *, share: bool = True, fingerprint: str | None = None
     ):
-        if length < 1:
-            raise ValueError(f"length={length}: must be at least 1")
+        _require_length(length)
         kept = [each for each in documents if len(each.ids) > max(each.prompt, 1)]
         if not kept:
             raise ValueError(
@@ -563,9 +568,13 @@ class PackedStream:
       encoder: makes documents of its samples.
       length: places of a row.
       share: whether documents share rows.
+
+    Raises:
+      ValueError: the length is below 1.
     """
 
     def __init__(self, stream: Stream, encoder: DocumentEncoder, length: int, *, share: bool = True):
+        _require_length(length)
         self.stream, self.encoder, self.length, self.share = stream, encoder, length, share
         self._epoch = 0
 
@@ -628,7 +637,7 @@ class PackedRows:
             places, samples = [], []
             for _ in range(_ROWS_AT_ONCE):
                 places.append(walk.place())
-                if (sample := next(walk, None)) is None:
+                if (sample := next(walk, _END)) is _END:
                     break
                 samples.append(sample)
             if not samples:
@@ -651,7 +660,7 @@ _DOCUMENTS_AT_ONCE = 1024
 def pack(
     dataset: MapDataset | Mapping[str, Any] | Iterable | Callable[[], Iterable],
     length: int,
-    tokenizer: str | Tokenizer = "bytes",
+    tokenizer: str | os.PathLike | Tokenizer = "bytes",
     *,
     fields: Sequence[str] = ("text",),
     prompt_field: str | None = None,
@@ -675,7 +684,7 @@ def pack(
     Args:
       dataset: samples that are strings, or dicts with text in `fields`; whatever `create_dataloader` takes.
       length: places of a row.
-      tokenizer: or its name (see `load_tokenizer`).
+      tokenizer: a tokenizer, or its name or path (see `load_tokenizer`).
       fields: the fields of a sample that are its text, joined by an empty line.
       prompt_field, completion_field: instead, the field that is given and the one that is learned: targets in prompts are -1.
       end: a token to add after every document, by name, such as "</s>".
@@ -683,11 +692,12 @@ def pack(
 
     Raises:
       ImportError: the tokenizer's library is not installed.
-      ValueError: a field or token is missing, or there is no token to predict.
+      ValueError: a field or token is missing, there is no token to predict, the length is below 1, or the dataset has
+        an order of its own, as a mixture has (mix packed sources instead).
       RuntimeError: a document that cannot be read, by number.
     """
     encoder = DocumentEncoder(
-        tokenizer=load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer,
+        tokenizer=load_tokenizer(tokenizer) if isinstance(tokenizer, str | os.PathLike) else tokenizer,
         fields=fields,
         prompt_field=prompt_field,
         completion_field=completion_field,
@@ -696,6 +706,11 @@ def pack(
     samples = as_dataset(dataset)
     if isinstance(samples, Stream):
         return PackedStream(samples, encoder, length, share=share)
+    if hasattr(samples, "order_of"):
+        raise ValueError(
+            f"pack takes every document of a {type(samples).__name__} once, and it has an order of its own, with shares or "
+            "repetitions that would be lost: pack its sources, and mix the rows, ax.mix({name: ax.pack(source, ...)}, weights)"
+        )
     content = getattr(samples, "fingerprint", None)
     known = None if content is None else f"{content} by {encoder.fingerprint}"
     return PackedDocuments(encoded(samples, encoder), length, share=share, fingerprint=known)

@@ -46,7 +46,7 @@ _NAME = "grain-process-prefetch"
 _LOST = re.compile(r"Worker process was terminated unexpectedly with exit code (-?\d+)")
 _TICK = 0.5
 _UNGUARDED = 91  # the status of a worker that runs the script again and comes to its loader
-_IN_VAIN = 92  # what grain is told in the place of status 0, which it takes for a good end
+_IN_VAIN = 92  # given to grain instead of status 0, which it takes for a good end
 
 _open: "weakref.WeakSet[Generator]" = weakref.WeakSet()
 
@@ -82,7 +82,8 @@ class Feed(Protocol):
     def batch(self, start: Any, index: int, num_epochs: int | None, worker: int | None) -> tuple[Any, Any, int | None]:
         """The batch `index` after a position, the position after it (None, and no batch, after the last epoch), and a checksum.
 
-        It is that of all samples, which every process has read, of the first batch of an iterable source; else None.
+        The checksum is of all samples of the global batch, for the first batch of an iterable source, of which every process
+        reads all samples; else None.
         """
         ...
 
@@ -184,9 +185,9 @@ def _next(iterator: Iterator[tuple[Any, Any, int | None]]) -> tuple[Any, Any, in
 
 
 def _notice_ends(over: threading.Event) -> None:
-    """Also tell grain of workers that ended with status 0, for whose batches it would wait for ever.
+    """Report workers that ended with status 0 as failed, because grain would wait for their batches for ever.
 
-    Of workers that grain has asked to end it no longer reads the status.
+    Grain no longer reads the status of workers that it has asked to end itself.
     """
     seen: set[Any] = set()
     while not over.is_set():
@@ -277,8 +278,8 @@ def create_dataloader(
 ) -> "DataLoader":
     """Load batches of a dataset as global arrays, dim 0 split over the mesh's batch axes (`data`, `fsdp`, `depth`).
 
-    With axes of your own (`ax.Plan(axes=...)`) give the plan: rows are split as it says. Positions are whole in a batch, and
-    are split as a step takes it.
+    With axes of your own (`ax.Plan(axes=...)`) give the plan: rows are split as it says. The sequence dim is not split here:
+    a step splits it.
 
     Batch i of an epoch holds places i*B to (i+1)*B of the epoch's order, the one `DistributedSampler` uses; a process
     loads only the rows its devices hold.
@@ -385,7 +386,7 @@ class DataLoader:
         """The number of batches per epoch.
 
         Raises:
-          TypeError: of an iterable source, where nobody knows.
+          TypeError: for an iterable source, whose length is not known.
         """
         return self._feed.batches_per_epoch()
 

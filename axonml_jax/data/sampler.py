@@ -321,7 +321,7 @@ class Batching:
 
 
 class DistributedSampler:
-    """Yields the sample indices of one rank: all ranks draw equally many, and together the whole dataset.
+    """Yields the sample indices of one rank: all ranks draw equally many, together the whole dataset (but see `drop_last`).
 
     The rules are those of `torch.utils.data.DistributedSampler`; only the permutation differs, since it comes from
     NumPy's Philox keyed by (seed, epoch). With W replicas, rank r takes entries r, r + W, ... of the epoch's order,

@@ -19,7 +19,7 @@ import numpy as np
 # --------------------------------------------------------------------------------------------------
 # The files of a folder in one order on every machine: regular ones only, with what was passed over by name and reason.
 #
-# What begins as no text does is passed over where text is asked for, and refused where it is the one file that was
+# Where text is asked for, a file whose first bytes are not text is passed over, and refused if it is the one file that was
 # named.
 # --------------------------------------------------------------------------------------------------
 
@@ -33,7 +33,7 @@ _BEGINS = {
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2", ".lz4", ".br", ".zip")
 """Endings of names that compression adds."""
 KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
-"""What a name may be beside a file and a folder."""
+"""Kinds of files that are neither regular files nor folders, in words."""
 
 
 class Folder:
@@ -169,7 +169,7 @@ def found_files(path: str | os.PathLike, suffixes: Sequence[str], *, text: bool 
     """List one file, whatever its name, or a folder's files with these endings, in the same order on every machine.
 
     Raises:
-      ValueError: there is no such file or folder, or nothing in it, or it is one file and, where text is asked for, none.
+      ValueError: there is no such file or folder, the folder has no such files, or text is asked for and the one file is none.
     """
     path = Path(path)
     try:
@@ -201,7 +201,7 @@ def kept_fields(sample: Any, fields: Sequence[str] | None, where: str) -> Any:
     """The requested fields of a sample (None: all).
 
     Raises:
-      ValueError: one is not there.
+      ValueError: the sample is no mapping, or lacks a field.
     """
     if not isinstance(sample, Mapping):
         raise ValueError(f'{where} holds a {type(sample).__name__}, not named fields such as {{"text": ...}}')
@@ -235,7 +235,7 @@ SKIPPED_FOLDERS = frozenset({
 class TextSplit(NamedTuple):
     """Bytes to train on and bytes to validate on, from different files (uint8, files concatenated).
 
-    Their tokens take their place where a tokenizer reads them (int32).
+    With a tokenizer they are token ids instead (int32).
     """
 
     train: np.ndarray
@@ -422,6 +422,7 @@ def _array(contents: list[bytes]) -> np.ndarray:
 
 JSON_LINES = (".jsonl", ".ndjson")
 _SPACE = np.frombuffer(b" \t\r\n", np.uint8)
+_MOST_OPEN = 64
 
 
 class JsonLinesFiles:
@@ -459,9 +460,7 @@ class JsonLinesFiles:
         which = bisect.bisect_right(self._firsts, index) - 1
         starts, ends = self._lines[which]
         line = index - self._firsts[which]
-        if which not in self._open:
-            self._open[which] = np.memmap(self.files[which], np.uint8, "r")
-        content = self._open[which][starts[line] : ends[line]].tobytes()
+        content = self._mapped(which)[starts[line] : ends[line]].tobytes()
         try:
             sample = json.loads(content)
         except (ValueError, RecursionError) as error:
@@ -469,6 +468,14 @@ class JsonLinesFiles:
                 f"{self.files[which]}, byte {starts[line]}: no JSON ({error}): {content[:60]!r}"
             ) from error
         return kept_fields(sample, self.fields, f"{self.files[which]}, byte {starts[line]}")
+
+    def _mapped(self, which: int) -> np.memmap:
+        """A file's bytes; of the files that stay open, each with a handle, the one opened first makes room."""
+        if which not in self._open:
+            if len(self._open) >= _MOST_OPEN:
+                del self._open[next(iter(self._open))]
+            self._open[which] = np.memmap(self.files[which], np.uint8, "r")
+        return self._open[which]
 
 
 def _line_starts(file: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -638,7 +645,7 @@ class TextFiles:
 # --------------------------------------------------------------------------------------------------
 
 FORMATS: dict[str, Any] = {"text": TextFiles, "jsonl": JsonLinesFiles, "parquet": ParquetFiles}
-"""What files may be."""
+"""The class of each format's datasets, by the format's name."""
 
 _SUFFIXES = {"jsonl": JSON_LINES, "parquet": PARQUET}
 _TABLES = (".json", ".csv", ".tsv")
@@ -648,7 +655,7 @@ def records_beside_text(path: str | os.PathLike, without: str | os.PathLike | No
     """The JSON lines and Parquet files of a folder (none for a file); `without`: a folder in it to ignore.
 
     Raises:
-      ValueError: it is a file of which nobody knows whether it holds text.
+      ValueError: it is a file whose name leaves its format open (see `guessed_format`).
     """
     if not Path(path).is_dir():
         guessed_format(path)
@@ -683,7 +690,7 @@ def guessed_format(path: str | os.PathLike) -> str:
     """The format that a file's name implies, or the names in a folder.
 
     Raises:
-      ValueError: the name says that there are records, and not which of the formats they have.
+      ValueError: it is a `.json`, `.csv` or `.tsv` file, which may be meant as records or as text.
     """
     path = Path(path)
     if path.suffix in _TABLES and path.is_file():
@@ -695,6 +702,11 @@ def guessed_format(path: str | os.PathLike) -> str:
         endings = [suffix + more for suffix in suffixes for more in ("", *COMPRESSED)]
         if path.name.endswith(tuple(endings)):
             return name
-        if path.is_dir() and any(next(path.rglob(f"*{ending}"), None) for ending in endings):
+        if path.is_dir() and any(_shown(path, found) for ending in endings for found in path.rglob(f"*{ending}")):
             return name
     return "text"
+
+
+def _shown(root: Path, found: Path) -> bool:
+    """Whether no folder on the way to a file is hidden: hidden ones are not read."""
+    return not any(part.startswith(".") for part in found.relative_to(root).parts[:-1])

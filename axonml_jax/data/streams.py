@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 import multiprocessing
 import operator
 import os
@@ -41,7 +42,7 @@ class Shares:
     """
 
     def __init__(self, weights: Sequence[float], seed: int = 0):
-        exact = [Fraction(weight) for weight in weights]
+        exact = [_exact(weight) for weight in weights]
         self._cumulative = [part / sum(exact) for part in accumulate(exact)]
         self._seed = seed
         # With at least one sample of every source in a block no rounded number ever falls.
@@ -84,6 +85,11 @@ class Shares:
         for source, first in enumerate(start):
             places[sources == source] = first + np.arange(counts[source])
         return sources, places
+
+
+def _exact(weight: Any) -> Fraction:
+    """A weight without rounding; NumPy's and JAX's numbers too, which `Fraction` refuses, or keeps in their few bits."""
+    return Fraction(weight) if isinstance(weight, int | float | Fraction) else Fraction(float(weight))
 
 
 class Mixture:
@@ -134,9 +140,15 @@ class Mixture:
             epochs, inside = np.divmod(drawn, size)
             for own in np.unique(epochs[source == which]):
                 chosen = (source == which) & (epochs == own)
-                order = self._order(size, shuffle, seed ^ which, int(own))
-                indices[chosen] = self._firsts[which] + order[inside[chosen]]
+                indices[chosen] = self._firsts[which] + self._drawn_of(which, int(own), inside[chosen], shuffle, seed)
         return indices
+
+    def _drawn_of(self, which: int, epoch: int, places: np.ndarray, shuffle: bool, seed: int) -> np.ndarray:
+        """The indices in a source of its samples at these places of its own epoch, by its own order where it has one."""
+        own = getattr(list(self.sources.values())[which], "order_of", None)
+        if own is not None:  # a mixture, whose shares hold within this one
+            return own(epoch, places, shuffle=shuffle, seed=seed ^ which)
+        return self._order(self._sizes[which], shuffle, seed ^ which, epoch)[places]
 
 
 def checked_weights(weights: Mapping[str, float], seed: int) -> None:
@@ -147,7 +159,9 @@ def checked_weights(weights: Mapping[str, float], seed: int) -> None:
     """
     offenders = seed_offenders(seed)
     offenders += [
-        f"the weight of {name!r} is {weight}: must be positive" for name, weight in weights.items() if not weight > 0
+        f"the weight of {name!r} is {weight!r}: must be positive, and a finite number"
+        for name, weight in weights.items()
+        if isinstance(weight, str) or not 0 < weight < math.inf
     ]
     if not weights:
         offenders.append("there are no sources")
@@ -176,7 +190,7 @@ class Stream:
         iterator, which gives its samples once. Used when they are there too: `set_epoch(epoch)`, called before an epoch begins,
         and `state_dict()` with `load_state_dict(state)` (or `get_state` with `set_state`) of its iterator or of itself,
         by which a place is found again without reading what comes before it. A source that keeps its state in itself is set
-        back to the one that it had at first, where it was left on its way, or where it is told epochs and a place was set.
+        back to its first state at an epoch's start if it was not read to its end, or if a place was set and it has `set_epoch`.
       window: how many samples are permuted among each other; 1: they keep their order.
       seed: draws the permutations.
     """
@@ -298,7 +312,7 @@ class _Kept:
     ended: bool = True
 
     def to_load(self, told: bool) -> Any:
-        """The state to set at an epoch's start; None for none, as when the source may count epochs itself (not `told`)."""
+        """The state to set at an epoch's start; None for none: a source that is not `told` epochs may count them itself."""
         return self.start if (self.loaded and told) or not self.ended else None
 
 
@@ -470,7 +484,7 @@ class StreamFeed:
     def batch(
         self, start: StreamPosition, index: int, num_epochs: int | None, worker: int | None
     ) -> tuple[Any, StreamPosition | None, int | None]:
-        """The batch `index` after a position, the position after it (None after the last epoch), and the first's checksum."""
+        """The batch `index` after a position, the position after it, and a checksum (see `Feed.batch`)."""
         if self._walking is None or self._walking[0] is not start or self._walking[1] > index:
             self._walking = (start, 0, self._batches(start, num_epochs, worker))
         _, at, batches = self._walking
@@ -594,8 +608,8 @@ def mix(
       seed: draws the order of sources, the same on every process.
 
     Raises:
-      TypeError: a source is none, or there are no names.
-      ValueError: names differ, a weight is not positive, a source is empty.
+      TypeError: a source is nothing to read samples from, or sources or weights are not given by name.
+      ValueError: names differ, a weight is not a positive and finite number, or a source is empty.
     """
     if not (isinstance(sources, Mapping) and isinstance(weights, Mapping)):
         raise TypeError('mix takes sources and weights by name: mix({"web": a, "code": b}, {"web": 3, "code": 1})')
@@ -700,6 +714,8 @@ class InEpochOrder:
         self._epoch = epoch
 
     def __iter__(self) -> "OneEpoch":
+        if (own := getattr(self.dataset, "order_of", None)) is not None:
+            return OneEpoch(self.dataset, own(self._epoch, np.arange(len(self.dataset)), shuffle=True, seed=self.seed))
         order = epoch_order(len(self.dataset), shuffle=True, seed=self.seed, epoch=self._epoch)
         return OneEpoch(self.dataset, order)
 

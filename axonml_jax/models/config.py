@@ -28,14 +28,14 @@ class ExpertsConfig:
       renormalize: whether the gates of a token are divided by their sum.
       groups: sigmoid: experts lie in so many groups, of which a token uses top_groups.
       top_groups: sigmoid: see groups.
-      scale: sigmoid: by which gates are multiplied.
+      scale: sigmoid: a factor of the gates.
       bias_rate: sigmoid: by how much the bias changes in an update; 0: there is none.
       noise: standard deviation of what is added to scores for the choice, in training.
       router_bias: whether scores have a bias that is trained.
       activation: of an expert, swiglu, clamped_swiglu or gelu; null: the model's.
       shared_size: inner width of an expert through which all tokens go; 0: there is none.
-      capacity_factor: of an expert's slots over its share of a device's tokens, behind which choices are dropped; null: none
-        is.
+      capacity_factor: slots of an expert over its even share of a device's choices; further choices are dropped in training;
+        null: none is dropped.
       dispatch: how tokens travel to their experts: rounds, ragged, gather, or auto.
       load_balance: weight of the load-balancing loss, a mean over layers, in the loss.
       z: weight of the router's z loss, likewise.
@@ -351,9 +351,9 @@ class TransformerConfig:
       head_dim: size of a head; None: hidden_size / num_heads.
       qk_norm: RMS norms of each head's queries and keys (Qwen3).
       query_scalar: the number by whose square root scores are divided; None: the head size (Gemma 2).
-      attention_softcap: holds these scores between -softcap and softcap by a hyperbolic tangent (Gemma 2); None: nothing does.
+      attention_softcap: holds attention scores between -softcap and softcap by a tanh (Gemma 2); None: nothing does.
       qkv_bias: biases in the projections to queries, keys and values alone, without use_bias (Qwen2).
-      window: how many positions one sees, itself among them (Mistral); None: all before it.
+      window: how many positions each position sees, itself included (Mistral); None: all before it.
       full_every: only with a window: every so many-th block has none, the last of each so many (gpt-oss: 2); None: all have it.
       sinks: a trained score of each head that takes its part of the softmax and stands for no key (gpt-oss).
       latent: attention whose keys and values are made of a latent of each position (DeepSeek-V3), and its sizes; None: each
@@ -368,8 +368,8 @@ class TransformerConfig:
       experts: which feed-forward parts are mixtures of experts, and of what; None: all are dense.
       position: "rotary" (Su et al. 2021, half-split layout) or "learned".
       rope_theta: base of the rotary frequencies.
-      rope_scaling: how these change for sequences longer than those of pretraining; None: they do not.
-      window_rope_theta: base in blocks with a window, where frequencies are not scaled (Gemma 3); None: as in all others.
+      rope_scaling: how rotary frequencies change for sequences longer than in pretraining; None: they do not.
+      window_rope_theta: rotary base in blocks with a window, where frequencies are unscaled (Gemma 3); None: as in others.
       tie_embeddings: whether the output head is the token embedding.
       scale_embeddings: whether embeddings are multiplied by the square root of hidden_size where they are looked up (Gemma).
       logit_softcap: holds logits between -softcap and softcap by a hyperbolic tangent (Gemma 2); None: nothing does.

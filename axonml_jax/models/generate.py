@@ -92,7 +92,7 @@ def checked_prompts(
 
     Args:
       tokens: integer [b, p], or a list of prompts of any lengths, before which zeros are put.
-      mask: [b, p], true or 1 where a token is of its prompt, one stretch in every row; None: all tokens are.
+      mask: [b, p], true or 1 where a token is of its prompt, side by side in every row; None: all tokens are.
       length: number of new tokens.
       sampling: how they will be drawn.
       window: positions the model sees at most; None: p + length.
@@ -142,7 +142,7 @@ def vocabulary(model: Any) -> int | None:
 
 
 def foreign_words(prompts: Iterable[Any], words: int | None) -> list[str]:
-    """A line about tokens beyond a vocabulary of this size, if there are any; None if the size is unknown."""
+    """A line about tokens below 0, or not below `words` (None: not below 2**31); no line if there are none."""
     most = 2**31 if words is None else words
     wrong = []
     for number, prompt in enumerate(prompts):
@@ -249,8 +249,8 @@ def generate(
     """Continue `tokens` by `length` sampled tokens.
 
     The transformer keeps the keys and values of what it has seen, so that a token costs one position, until the text is
-    longer than the window; from there on it sees the last of it anew for every token. Any other model always sees an array
-    of the window's shape: a prompt shorter than that is padded on the right, which a causal model does not see.
+    longer than the window; from there on it reads the last `window` tokens anew for every token. Any other model always sees
+    an array of the window's shape: a shorter prompt is padded on the right, which a causal model does not see.
 
     Args:
       model: a causal NNX module (run in eval mode, compiled here), or a function that is compiled already.

@@ -327,8 +327,8 @@ class Stack(nnx.Module):
         """Apply all layers to x; returns (x, the layers' other results stacked along dim 0).
 
         Args:
-          x: what goes through.
-          **same: what every layer is given besides.
+          x: the first layer's input; each layer's output is the next one's.
+          **same: further arguments, the same for every layer.
         """
         graph, params, state = nnx.split(self.layer, nnx.Param, ...)
 
@@ -497,8 +497,8 @@ class Transformer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Summed cross entropy of the next tokens in nats, and the number of targets; their quotient is the mean.
 
-        With experts the total holds in train mode, once for every target, their auxiliary losses by the weights in
-        `config.experts`.
+        In train mode the total of a model with experts includes their auxiliary losses, weighted by `config.experts`, once for
+        every target.
 
         The same as `cross_entropy` of the logits; with `config.loss_chunk`, and by default with a large vocabulary, the
         logits of all words are never there at once, which saves most of a step's memory there.
@@ -566,7 +566,7 @@ class Transformer(nnx.Module):
         """Logits of positions after those in the caches, one cache per block; without sequence parallelism.
 
         Args:
-          tokens: integer [b, s]; there is room for s more positions.
+          tokens: integer [b, s]; the caches must have room for s more positions, which is not checked.
           caches: keys and values, or latents, of the positions before (see `empty_caches`).
 
         Returns:

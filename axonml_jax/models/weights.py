@@ -329,9 +329,9 @@ def write_pretrained(
     Args:
       folder: made where it is not there.
       config: of the model.
-      values: a parallel model, which every process must give and the first one writes, with no more than one array whole at
-        a time, matrices with their adapters (`ax.lora`) in them; or, which one process writes, its `state_dict()`, or a plain
-        `Transformer`, such as its `module`.
+      values: a parallel model: every process must call, the first one writes, and no more than one array is whole at a time;
+        adapters (`ax.lora`) are merged into their matrices. Or a `state_dict()` or a plain `Transformer`, such as the parallel
+        model's `module`, which one process alone writes.
       shard_bytes: bytes of arrays in a file at most.
 
     Raises:

@@ -130,7 +130,7 @@ def _mean_and_grads(
     batch: dict[str, Any],
     left: list,
 ) -> tuple[jax.Array, list, list]:
-    """The mean loss, its gradients, the sums of the ranks' gradients as sent, and the residual of each rank."""
+    """The mean loss, its gradients (the sums of what ranks send, over the weight), and the residual of each rank."""
     dim, weight = int(strategy.role.splits((AXIS,))[AXIS] == "positions"), batch["y"].size
     parts = [{name: np.split(x, ranks, dim)[rank] for name, x in batch.items()} for rank in range(ranks)]
     totals, of_ranks = zip(*(jax.value_and_grad(total)(read, part) for part in parts), strict=True)
@@ -194,7 +194,7 @@ def _joined(rows: jax.Array, layout: Layout) -> jax.Array:
 # --------------------------------------------------------------------------------------------------
 
 SHAPES = ((), (1,), (5,), (7, 3), (2, 3, 5), (8, 6), (0, 4))
-"""Leaves that are tried: scalars, few sizes that divide, an empty one."""
+"""Shapes of the leaves that are tried: a scalar, sizes that divide and that do not, an empty one."""
 
 
 def check_strategy(strategy: AbstractStrategy, *, ranks: int = 3, tolerance: float = FLOAT64) -> None:

@@ -49,8 +49,8 @@ class OracleParts:
       microbatches: per shard.
       buffers: "joined": statistics are those of the whole microbatch; "first": each shard has its own, and the first
         shard's are kept.
-      whole: whether the loss is that of the whole batch, not the mean of its parts' losses; in several microbatches of a
-        model without state alone.
+      whole: whether the loss is that of the whole batch, not the mean of its parts' losses; with several microbatches only
+        for a model without state.
     """
 
     shards: int
@@ -285,12 +285,12 @@ def assert_equals_single_device(
     Args:
       model: an NNX module, or a Linen module with `params=`.
       loss_fn: `loss_fn(model, batch) -> loss` or `(loss, metrics)`.
-      batch: a global batch, used in every step, or a list of one for each step.
+      batch: a global batch, used in every step; or a list or tuple of one for each step, so wrap a batch that is a tuple.
       plan: the plan; None is DDP on all devices.
       mesh: where; None: the plan's degrees, or all devices.
       params: a Linen module's variables.
       tx: the optimizer; None: SGD with momentum (Adam divides float32 rounding noise by itself).
-      steps: number of updates.
+      steps: number of updates, if one batch is given.
       max_grad_norm: clip to this norm.
       trainable: which parameters train.
       seed: of dropout.

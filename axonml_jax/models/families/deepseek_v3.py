@@ -25,7 +25,7 @@ _MATRICES = {
 }
 _NORMS = {"q_a_layernorm": "query_norm", "kv_a_layernorm": "key_value_norm"}
 _EPSILON = 1e-6
-"""Of the latents' norms, whatever `rms_norm_eps` says."""
+"""The epsilon of the latents' norms, whatever `rms_norm_eps` says."""
 
 
 def _problems(described: Described) -> Iterator[str]:

@@ -17,7 +17,7 @@ from axonml_jax.models.config import ExpertsConfig, TransformerConfig
 # --------------------------------------------------------------------------------------------------
 
 Index = tuple[slice, ...]
-"""Of each dim from where to where, without steps."""
+"""One slice per dim, without a step."""
 
 
 class Sliced(Protocol):
@@ -124,7 +124,7 @@ OFF: dict[str, Any] = {
     "post_norms": False,
     "scale_embeddings": False,
 }
-"""Options of `TransformerConfig` that some families have, where they are off."""
+"""Options of `TransformerConfig` that only some families use, with the values that switch them off."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def other_than(described: Described, fine: Mapping[str, tuple]) -> Iterator[str]
 
     Args:
       described: the `config.json`.
-      fine: setting -> the values of it that are; the first is its default.
+      fine: setting -> its supported values; the first is its default.
     """
     for name, values in fine.items():
         if described.get(name, values[0]) not in values:
@@ -207,7 +207,7 @@ class ArraySource:
 
         Args:
           arrays: those there.
-          index: from where to where, of each dim.
+          index: one slice per dim of our array.
           dtype: of the result.
         """
         shape = self.shape(arrays)
@@ -308,7 +308,7 @@ def rope_settings(described: Described, theta: float = 10_000.0) -> dict[str, An
 
     Args:
       described: the `config.json`.
-      theta: where it says none.
+      theta: the base of the frequencies, where it gives none.
     """
     rope = _rope(described)
     found: dict[str, Any] = {"rope_theta": float(rope.get("rope_theta", described.get("rope_theta", theta)))}
@@ -351,7 +351,12 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 def window_problems(described: Described) -> Iterator[str]:
     """Yield the window settings that the transformer here does not support."""
-    if _period(kinds := _kinds(described)) == 0:
+    kinds, layers = _kinds(described), described["num_hidden_layers"]
+    if strange := sorted({*kinds} - {SLIDING, FULL}):
+        yield f"layer_types: {', '.join(strange)}, where {SLIDING} and {FULL} are known"
+    elif len(kinds) != layers:
+        yield f"layer_types of {len(kinds)} layers for num_hidden_layers={layers}"
+    elif _period(kinds) == 0:
         yield f"layer_types={kinds}: all must slide, none, or all but every so many-th"
 
 
@@ -388,7 +393,7 @@ def _kinds(described: Described) -> list[str]:
 
 def _period(kinds: list[str]) -> int | None:
     """The period after which a block is full; None if all or none are, 0 if there is no period."""
-    if len(set(kinds)) == 1:
+    if len(set(kinds)) <= 1:
         return None
     every = kinds.index(FULL) + 1
     alike = all((kind == FULL) == ((block + 1) % every == 0) for block, kind in enumerate(kinds))

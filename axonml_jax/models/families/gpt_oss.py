@@ -58,7 +58,7 @@ def _settings(described: Described) -> dict[str, Any]:
         top_k=top_k,
         router_bias=True,
         activation="clamped_swiglu",
-        load_balance=described.get("router_aux_loss_coef", 0.001) * top_k,  # theirs is k, balanced
+        load_balance=described.get("router_aux_loss_coef", 0.001) * top_k,  # theirs is top_k if balanced, ours 1
     )
     own = {"use_bias": True, "sinks": True, "experts": experts}
     return llama.settings(described, 150_000.0) | window_settings(described) | own

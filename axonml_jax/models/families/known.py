@@ -19,7 +19,7 @@ FAMILIES: dict[str, Family] = {
 """`model_type` -> family."""
 
 TITLES = "GPT-2, Llama 2 and 3, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, gpt-oss, Gemma 2, Gemma 3 and DeepSeek-V3"
-"""What they are called."""
+"""The names of the families, for messages."""
 
 _LAYERS = ("num_hidden_layers", "n_layer")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

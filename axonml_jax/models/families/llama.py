@@ -176,7 +176,7 @@ def _mixtral_settings(described: Described) -> dict[str, Any]:
         num_experts=described["num_local_experts"],
         top_k=described["num_experts_per_tok"],
         load_balance=described.get("router_aux_loss_coef", 0.001)
-        * described["num_experts_per_tok"],  # theirs is k, balanced
+        * described["num_experts_per_tok"],  # theirs is top_k if balanced, ours 1
     )
     return settings(described, 1e6) | {"experts": experts, "window": described.get("sliding_window")}
 

@@ -109,7 +109,7 @@ def _moe_settings(described: Described) -> dict[str, Any]:
         every=described.get("decoder_sparse_step", 1),
         first_dense=len(described.get("mlp_only_layers") or []),
         renormalize=described.get("norm_topk_prob", False),
-        load_balance=described.get("router_aux_loss_coef", 0.001) * top_k,  # theirs is k, balanced
+        load_balance=described.get("router_aux_loss_coef", 0.001) * top_k,  # theirs is top_k if balanced, ours 1
     )
     return qwen3_settings(described) | {"experts": experts}
 
