@@ -1,7 +1,7 @@
 """Reads the masks of an attention from a program: which keys a query sees, as terms."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,8 +37,9 @@ from axonml_jax.program.values import Level, Nested, Node, NotStatic, elements, 
 # --------------------------------------------------------------------------------------------------
 # What masks that follow from positions alone look like: bands, prefixes, chunks; each is held against all of the mask.
 #
-# Of more than `ALL` pairs of positions some rows and columns are looked at whole: those at every number that the mask
-# is made of, at both ends, and `SPREAD` more between them.
+# Of more than `ALL` pairs of positions some rows and columns are compared whole: those at every number that the mask is
+# made of, at every place where a constant array of one dim turns, at both ends, and `SPREAD` more between them. A mask
+# that is made of other constant arrays is compared whole.
 # --------------------------------------------------------------------------------------------------
 
 ALL = 1 << 24
@@ -70,7 +71,7 @@ def classified(values: Nested, leaves: Sequence[MaskLeaf], sizes: Mapping[str, i
     """
     num_queries, num_keys = sizes["query"], sizes["key"]
     seen = lambda i, j: _seen(values, leaves, i, j)
-    made_of = set(_numbers(values, [leaf.atom for leaf in leaves], set()))
+    made_of = set(_turns(values, [leaf.atom for leaf in leaves], set()))
     tried: list[tuple[Term, ...]] = []
     for terms in _guesses(seen, num_queries, num_keys):
         if terms not in tried and all(_agree(seen, terms, i, j) for i, j in _looks(num_queries, num_keys, made_of)):
@@ -86,16 +87,31 @@ def _agree(seen: Any, terms: Sequence[Term], i: np.ndarray, j: np.ndarray) -> bo
     return bool(np.array_equal(np.broadcast_to(seen(i, j), expected.shape), expected))
 
 
-def _numbers(values: Nested, atoms: Iterable[Atom], visited: set[int]) -> Iterator[int]:
-    """The whole numbers among the constants that values are made of."""
+def _turns(values: Nested, atoms: Iterable[Atom], visited: set[int]) -> Iterator[int | None]:
+    """Yields the numbers among the constants that values are made of, and the places at which an array of one long dim turns.
+
+    None stands for an array of which a few places do not tell where it changes: then all of the mask must be compared.
+    """
     for atom in atoms:
         if is_constant(atom):
-            if np.ndim(atom.val) == 0 and np.isfinite(float(atom.val)) and float(atom.val).is_integer():
-                yield int(atom.val)
+            yield from _turns_of(np.asarray(atom.val))
         elif atom not in visited:
             visited.add(atom)
             maker = values.maker(atom)
-            yield from _numbers(values, () if maker is None else maker.inputs, visited)
+            if atom in values.constants:
+                yield from _turns_of(np.asarray(values.constants[atom]))
+            yield from _turns(values, () if maker is None else maker.inputs, visited)
+
+
+def _turns_of(constant: np.ndarray) -> list[int | None]:
+    """The number that a constant is, or the places along its one long dim at which it is no straight line; else [None]."""
+    if constant.size == 1:
+        number = float(constant.real.item())
+        return [int(number)] if np.isfinite(number) and number.is_integer() else []
+    if constant.size != max(constant.shape, default=1):
+        return [None] * (constant.size > 0)
+    places = np.flatnonzero(np.diff(constant.ravel().astype(float), 2))
+    return [int(place) + 1 for place in places] if len(places) <= SPREAD else [None]
 
 
 def _seen(values: Nested, leaves: Sequence[MaskLeaf], i: np.ndarray, j: np.ndarray) -> np.ndarray:
@@ -130,16 +146,17 @@ def _guesses(seen: Any, num_queries: int, num_keys: int) -> Iterator[tuple[Term,
     yield (Chunks(int(column.sum())), Band(None, 0))
 
 
-def _looks(num_queries: int, num_keys: int, made_of: Iterable[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _looks(num_queries: int, num_keys: int, made_of: Collection[int | None]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The parts of a mask to compare: all of it, or some rows and columns of a large one."""
     rows, columns = np.arange(num_queries)[:, None], np.arange(num_keys)[None, :]
-    if num_queries * num_keys <= ALL:
+    if num_queries * num_keys <= ALL or None in made_of:
         step = max(1, (1 << 22) // num_keys)
         yield from ((rows[k : k + step], columns) for k in range(0, num_queries, step))
         return
-    picked = _picked(num_queries, made_of)[:, None]
+    numbers = [each for each in made_of if each is not None]
+    picked = _picked(num_queries, numbers)[:, None]
     yield from ((picked[k : k + 8], columns) for k in range(0, len(picked), 8))
-    picked = _picked(num_keys, made_of)[None, :]
+    picked = _picked(num_keys, numbers)[None, :]
     yield from ((rows, picked[:, k : k + 8]) for k in range(0, picked.shape[1], 8))
 
 

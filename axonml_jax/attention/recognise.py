@@ -805,7 +805,7 @@ def weights_changes(chain: ReadChain, changes: Sequence[Change], marks: Mapping[
       NotUnderstood: for anything else.
     """
     values, mark, roles, masks = chain.values, chain.mark, chain.roles, chain.masks
-    zero, gates, drop, scale = (), [], None, 1.0
+    zero, gates, drop, scale = _zeroed_alone(chain), [], None, 1.0
     for raw in mark.afters:
         keyed = varies_along(values, raw.atom, raw.indices, mark.over)
         by = number(values, raw.atom) if raw.how != "select" else None
@@ -835,6 +835,17 @@ def weights_changes(chain: ReadChain, changes: Sequence[Change], marks: Mapping[
     if drop is None and abs(scale - 1) > 1e-6:
         raise NotUnderstood("its weights are scaled after the softmax")
     return WeightsChanges(zero, tuple(gates), drop and replace(drop, scale=scale))
+
+
+def _zeroed_alone(chain: ReadChain) -> tuple[Term, ...]:
+    """The masks that set exponentials to zero, but not in their sum: a query that sees no key then gets zero weights."""
+    values, mark = chain.values, chain.mark
+    summed = lambda raw: any(
+        (each.how, each.seen, each.indices) == (raw.how, raw.seen, raw.indices) and values.same(each.atom, raw.atom)
+        for each in mark.summed
+    )
+    alone = [raw for raw in mark.zeroed if not summed(raw)]
+    return tuple(term for raw in alone for term in chain.masks.terms(raw.atom, chain.roles.of(raw.indices), raw.seen))
 
 
 def is_known(values: Nested, raw: Raw, raws: Sequence[Raw]) -> bool:

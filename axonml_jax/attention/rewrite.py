@@ -148,12 +148,17 @@ class _Plan:
         if equation.op.loop is not None:
             return self._while(equation, bodies[0], given, envs)
         if equation.op.branches:
-            cases = [lambda *values, body=body: self.run(body, values, envs) for body in bodies]
+            live = [self.remains.is_live(value) for value in level.of(equation.outputs)]
+            cases = [lambda *values, body=body: self._live(self.run(body, values, envs), live) for body in bodies]
             return jax.lax.switch(value_of(equation.inputs[0], env), cases, *given[1:])
         call = lambda *values: self.run(bodies[0], values, envs)
         if (view := equation.op.checkpointed) is not None:
             call = jax.checkpoint(call, **view.options)
         return call(*given)
+
+    def _live(self, results: Sequence[Any], live: Sequence[bool]) -> list[Any]:
+        """A branch's results, None for what nobody reads: of these a branch that returns a number would still have it."""
+        return [result if is_live else None for result, is_live in zip(results, live, strict=True)]
 
     def _scan(self, equation: Equation, body: Level, given: Sequence[Any], envs: Envs) -> list[Any]:
         scan, program = equation.op.scan, body.program
