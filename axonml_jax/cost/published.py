@@ -224,13 +224,15 @@ def deepspeed(params: int, ranks: int, stage: int, *, largest_layer: int = 0, of
       offload: "none"; "optimizer": optimizer and gradients on the CPU; "all": parameters too (stage 3).
 
     Raises:
-      ValueError: for what its estimators do not have.
+      ValueError: for what its estimators do not have, or no ranks.
     """
     if (stage, offload) not in [(2, "none"), (2, "optimizer"), (3, "none"), (3, "optimizer"), (3, "all")]:
         raise ValueError(
             f"DeepSpeed has no estimator of stage {stage} with offload={offload!r}: stage 2 takes 'none' and 'optimizer', "
             "stage 3 'all' too"
         )
+    if ranks < 1:
+        raise ValueError(f"ZeRO over {ranks} ranks: give at least one")
     sharded = {"none": 18, "optimizer": 0 if stage == 2 else 2, "all": 0}[offload]
     whole = 2 * params if stage == 2 else 4 * largest_layer
     return exact(whole + Fraction(sharded * params, ranks))

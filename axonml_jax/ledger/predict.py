@@ -485,6 +485,13 @@ def predict(
       ValueError: with everything that cannot work.
     """
     given = {"global_batch": global_batch, "length": length, "moments": moments}
+    least = {"global_batch": 1, "length": 1, "moments": 0}
+    if wrong := [
+        f"{name}={size} is less than {least[name]}"
+        for name, size in given.items()
+        if size is not None and size < least[name]
+    ]:
+        raise ValueError(f"this plan cannot run: {'; '.join(wrong)}")
     given |= {"platform": platform, "torus": torus, "documents": documents}
     ways = Ways(replace(plan, memory=None, remat=None), model, degrees, given)
     found = _predict(plan, model, degrees, **given) if plan.memory is None else _within(ways, plan.memory)

@@ -22,6 +22,8 @@ from axonml_jax.ledger.count import (
     traffic_rows,
 )
 from axonml_jax.ledger.predict import Prediction, predict
+from axonml_jax.mesh.axes import flat_axes
+from axonml_jax.mesh.shape import check_axis_names
 from axonml_jax.parallel.plan import Plan
 
 if TYPE_CHECKING:
@@ -268,10 +270,10 @@ def explain(step: Any, *args: Any, minimum: Minimum | None = None, **kwargs: Any
       minimum: theoretical minima to print beside. One number stands for what grows with the parameters
         (`gradients+parameters`), say 2P(N-1)/N times the itemsize for data parallelism. None: what the step itself
         says, where it has a `minimum_traffic()` as trainers and training steps do.
-      **kwargs: the step's keyword arguments. For a plan: `model`, a `TransformerConfig` (`models.presets` has published
-        ones); `global_batch`, sequences per update; `length` of a sequence (None: the model's longest); `mesh`, degrees by
-        axis, an `ax.MeshShape` or a mesh (None: the plan's own); `moments`, values that the optimizer keeps per parameter
-        (2 for Adam); `platform`, "tpu" or "cuda", for kernels that hold no attention scores (None: count on none);
+      **kwargs: the step's keyword arguments. For a plan: `model`, a `TransformerConfig` (`models.config.PRESETS` has
+        published ones); `global_batch`, sequences per update; `length` of a sequence (None: the model's longest); `mesh`,
+        degrees by axis, an `ax.MeshShape` or a mesh (None: the plan's own); `moments`, values that the optimizer keeps per
+        parameter (2 for Adam); `platform`, "tpu" or "cuda", for kernels that hold no attention scores (None: count on none);
         `torus`, the dims of the torus that TPUs form, for the hops of FSDP's collectives (0: none); `documents`, whether rows
         hold several.
 
@@ -279,7 +281,7 @@ def explain(step: Any, *args: Any, minimum: Minimum | None = None, **kwargs: Any
       A `Report` of a step, a `Prediction` of a plan; `print` either for its tables.
 
     Raises:
-      ValueError: for a minimum that is negative or not finite, or a plan that cannot run.
+      ValueError: for a minimum that is negative or not finite, a plan that cannot run, an unknown axis or platform.
       TypeError: for a plan without a model's configuration.
     """
     if isinstance(step, Plan):
@@ -292,13 +294,16 @@ def explain(step: Any, *args: Any, minimum: Minimum | None = None, **kwargs: Any
     return Report(collectives, _targets(minimum), kept if getattr(kept, "pieces", ()) else None)
 
 
-def _predicted(plan: Plan, *, model: Any, mesh: Any = None, **sizes: Any) -> Prediction:
+def _predicted(plan: Plan, *, model: Any, mesh: Any = None, platform: str | None = None, **sizes: Any) -> Prediction:
     if not is_decoder(model):
         raise TypeError(
-            f"model={type(model).__name__}: a plan is priced for a models.TransformerConfig (models.presets.preset('llama3-8b')"
-            ", say); for any other model trace its step: ax.explain(trainer, batch)"
+            f"model={type(model).__name__}: a plan is priced for a TransformerConfig of axonml_jax.models.config (or its "
+            "preset('llama3-8b'), say); for any other model trace its step: ax.explain(trainer, batch)"
         )
-    return predict(plan, model, _degrees(plan, mesh), **sizes)
+    platform = "cuda" if platform == "gpu" else platform  # as `jax.default_backend()` names it
+    if platform not in (None, "tpu", "cuda", "cpu"):
+        raise ValueError(f"platform={platform!r} must be 'tpu', 'cuda', 'cpu', or None: no kernels are counted on")
+    return predict(plan, model, _degrees(plan, mesh), platform=platform, **sizes)
 
 
 def _degrees(plan: Plan, mesh: Any) -> dict[str, int]:
@@ -310,7 +315,10 @@ def _degrees(plan: Plan, mesh: Any) -> dict[str, int]:
             f"the plan's mesh has degrees {degrees}: give every one, as in mesh={{'data': 2, 'fsdp': 4}} or "
             "ax.MeshShape(data=2, fsdp=4)"
         )
-    return degrees
+    own = [axis for axis in flat_axes(plan.axes) if axis in degrees]
+    return check_axis_names({axis: size for axis, size in degrees.items() if axis not in own}) | {
+        axis: degrees[axis] for axis in own
+    }
 
 
 def _targets(minimum: Minimum | None) -> tuple[tuple[str, Amount], ...]:

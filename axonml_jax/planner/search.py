@@ -1110,6 +1110,8 @@ def _question(model, num_devices, kind, global_batch, length, precision, moments
     sizes = {"num_devices": num_devices, "global_batch": global_batch, "length": 1 if length is None else length}
     if wrong := ", ".join(f"{name}={value}" for name, value in sizes.items() if value < 1):
         raise ValueError(f"{wrong}: each must be at least 1")
+    if moments < 0:
+        raise ValueError(f"moments={moments}: the optimizer keeps 0 or more values per parameter")
     if Precision.of(precision).products is not None:
         raise ValueError(
             f"precision={precision!r}: the search prices products in the compute dtype, and not all plans that it tries may "
