@@ -441,8 +441,8 @@ class SplitAttention:
     def balance(self) -> Many:
         """The causal attention work of the busiest rank over the mean; ranks that split heads do equal work.
 
-        In contiguous order the last rank is the busiest, less so with windows. In other orders windows are left out: they change
-        next to nothing.
+        In contiguous order the last rank is the busiest, less so with windows. In other orders windows are left out, as they
+        change next to nothing.
         """
         length = self.places * self.ranks
         if self.split.order == "striped":

@@ -246,7 +246,7 @@ def _feed(
 def fuses_attention(
     config: DecoderLike, length: int, compute: str, platform: str | None, documents: bool = False
 ) -> bool:  # fmt: skip
-    """Whether attention avoids holding the scores of all positions, by a kernel of the platform (None: no kernel) or in blocks."""
+    """Whether attention holds no scores of all positions, by a kernel of the platform (None: no kernel) or in blocks."""
     if kernel_computes(config, length, compute, platform, documents):
         return True
     if config.attention == "auto":
@@ -628,9 +628,10 @@ def passes(step: Step) -> Many:
 
     Per token of a block, forward and backward: a norm with the sum before it reads two arrays and writes two each way; an
     activation reads its products and writes one, and reads these and a gradient and writes theirs; queries, keys and values
-    are split with their rotation or biases, and concatenated; a softmax outside of kernels reads and writes its scores, and reads them
-    and their gradient and writes one; experts' rows are sent and put together. Recomputation repeats a block's passes.
-    Logits are read twice and written once. A pipeline's ranks are taken to have equal parts. The update is priced apart.
+    are split with their rotation or biases, and concatenated; a softmax outside of kernels reads and writes its scores, and
+    reads them and their gradient and writes one; experts' rows are sent and put together. Recomputation repeats a block's
+    passes. Logits are read twice and written once. A pipeline's ranks are taken to have equal parts. The update is
+    priced apart.
     """
     model, run, shape = step.model, step.run, step.model.attention_shape
     inside, outside = _cuts(model, step.degrees)

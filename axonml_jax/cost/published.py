@@ -80,8 +80,8 @@ def minimum_traffic(placement: Placement) -> Fraction:
     """Bytes per rank and update of gradients and parameters on a ring, padding not counted.
 
     In elements, with P parameters on N ranks and A microbatches, (N-1)/N times: 2P along a replicated axis (DDP); 2P, (1+A)P
-    and 3AP along a sharded one (ZeRO-1, 2 and 3), and then all other axes reduce only a rank's part. A pipeline's rank moves its own
-    stages: 2P where it gathers them once per step, 3P for each time that it gathers them otherwise. Gathered parameters
+    and 3AP along a sharded one (ZeRO-1, 2 and 3), and then all other axes reduce only a rank's part. A pipeline's rank moves
+    its own stages: 2P where it gathers them once per step, 3P for each time that it gathers them otherwise. Gathered parameters
     travel in the compute dtype, gradients in the reduce dtype. Nothing travels along an axis under NO_SYNC. Where
     replicas train by themselves for H steps, 2P/H travels along theirs, on average. A step may send a little less than ZeRO-3's
     amount: what the backward does not read, such as biases and the first layer's weights, is not gathered again.
