@@ -69,7 +69,7 @@ class Flow:
 
     Attributes:
       label: what they move, by the counted ledger's labels (parameters, gradients, activations, ...); "" for what layers send.
-      kind: one of `wire.KINDS`.
+      kind: one of `cost.decoder.KINDS`.
       axes: mesh axes.
       group_size: ranks that take part.
       apart: distance along the axis between ranks of one group: 1 for neighbours; U where groups of U neighbours share heads.

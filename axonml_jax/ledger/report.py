@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from axonml_jax.parallel.recompute import Recompute
 
 # --------------------------------------------------------------------------------------------------
-# `Report`: what one step sends, as a value that prints as tables, compares, and goes to JSON.
+# `Report`: what one step sends, as a value that prints as tables and goes to JSON.
 # --------------------------------------------------------------------------------------------------
 
 MODEL = f"{GRADIENTS}+{PARAMETERS}"
@@ -79,12 +79,12 @@ class Report:
 
     @property
     def bytes_by_axes(self) -> dict[tuple[str, ...], Amount]:
-        """The total by the axes (together) that a collective runs over."""
+        """`total_bytes` by the tuple of axes that a collective runs over."""
         return _totals(self.traffic, lambda row: row.axes)
 
     @property
     def bytes_by_label(self) -> dict[str, Amount]:
-        """The total by label; unlabelled traffic is under the empty string."""
+        """`total_bytes` by label; unlabelled traffic is under the empty string."""
         return _totals(self.traffic, lambda row: row.label)
 
     @property
@@ -98,12 +98,12 @@ class Report:
 
     @property
     def _automatic(self) -> list[str]:
-        """The mesh axes along which XLA's partitioner sends what no trace has."""
+        """The mesh axes left to XLA's partitioner, whose collectives no trace shows."""
         return sorted({axis for entry in self.collectives for axis in entry.automatic})
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the numbers leave open, in words."""
+        """What the numbers leave out, in words."""
         automatic = self._automatic
         kinds = {entry.kind for entry in self.collectives}
         found = {
@@ -145,13 +145,14 @@ class Report:
         return {"recompute": self.recompute.to_dict(), "memory_against_time": curve}
 
     def save_picture(self, path: Any) -> None:
-        """Draw what may be kept, bytes live against seconds of work done twice, and what was chosen; needs the `plots` extra.
+        """Draws recomputed milliseconds against live bytes for what may be kept, and the choice; needs the `plots` extra.
 
         Args:
           path: of the file; its suffix chooses the format (.svg, .png, .pdf).
 
         Raises:
-          ValueError: where nothing was chosen.
+          ValueError: for a plan without `memory=`, of which nothing was chosen.
+          ModuleNotFoundError: without matplotlib.
         """
         if self.recompute is None or self.recompute.live is None:
             raise ValueError("nothing was chosen to be kept: give the plan memory='16GiB' or another number of bytes")
@@ -261,7 +262,7 @@ def explain(
 def explain(step: Callable[..., Any], *args: Any, minimum: Minimum | None = None, **kwargs: Any) -> Report: ...
 @no_mesh_around()
 def explain(step: Any, *args: Any, minimum: Minimum | None = None, **kwargs: Any) -> Report | Prediction:
-    """Count what a step communicates, or predict from shapes alone what a plan holds, sends and computes.
+    """Counts what a step communicates, or predicts from shapes alone what a plan holds, sends and computes.
 
     Args:
       step: a jitted callable, anything with a `trace` method, or a plain function: its program is counted. Nothing runs and
@@ -332,12 +333,12 @@ def _targets(minimum: Minimum | None) -> tuple[tuple[str, Amount], ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# How a model's arrays rest on devices, as `print(model)` shows it.
+# The table of how a model's arrays rest on devices, which `print(model)` shows.
 # --------------------------------------------------------------------------------------------------
 
 
 def resting(layouts: PyTree, *, in_stages: bool = False, most: int = 24) -> str:
-    """How arrays rest on devices, as a table: those alike but for the numbers in their names in one row.
+    """A table of how arrays rest on devices; arrays that are alike but for numbers in their paths share a row.
 
     >>> import jax
     >>> from axonml_jax.sharding.layout import Layout
@@ -350,9 +351,9 @@ def resting(layouts: PyTree, *, in_stages: bool = False, most: int = 24) -> str:
     blocks/*  (8, 3)  float32  P('fsdp')  (4, 3)           2
 
     Args:
-      layouts: by path.
-      in_stages: a device holds those of its pipeline's stages only.
-      most: rows; the last one counts all others where there are more.
+      layouts: a pytree of layouts.
+      in_stages: whether a device holds its pipeline stages' arrays only.
+      most: rows at most; the last one counts all others where there are more.
     """
     rows, leaves = Counter(), named_leaves(layouts)
     for name, each in leaves.items():

@@ -165,7 +165,7 @@ _REACHED = 0.86
 
 
 _HOPPER = {"reached": 0.79, "score_seconds": 1.42e-12, "passes_reached": 0.42}
-"""Measured on a step of GPT-2 small on an H200 (`benchmarks/peers/gpu_speed.py`): the share of the peak that products reach, the
+"""Measured on a step of GPT-2 small on an H200 (`benchmarks/peers/gpu_speed.py`): the share of peak that products reach, the
 time of cuDNN's attention beyond its products, and the share of memory bandwidth in the rest of the step, update excluded."""
 
 
