@@ -1,4 +1,4 @@
-"""Reads the masks of an attention from a program: which keys a query sees, as terms."""
+"""Reads the masks of an attention from a program, as terms: rules of which keys a query sees."""
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ from axonml_jax.program.program import Atom, is_constant, is_elementwise
 from axonml_jax.program.values import Level, Nested, Node, NotStatic, elements, number
 
 # --------------------------------------------------------------------------------------------------
-# What masks that follow from positions alone look like: bands, prefixes, chunks; each is held against all of the mask.
+# Masks that follow from positions alone: a band, prefix or chunks is guessed, and compared with the mask.
 #
 # Of more than `ALL` pairs of positions some rows and columns are compared whole: those at every number that the mask is
 # made of, at every place where a constant array of one dim turns, at both ends, and `SPREAD` more between them. A mask
@@ -62,12 +62,12 @@ class MaskLeaf:
 
 
 def classified(values: Nested, leaves: Sequence[MaskLeaf], sizes: Mapping[str, int]) -> tuple[Term, ...] | None:
-    """The terms that say the same as some leaves together; None: no terms are known for them.
+    """The terms that are equal to some leaves together; None: no known terms are.
 
     Args:
       values: the program.
-      leaves: parts of a mask that follow from positions alone.
-      sizes: the numbers of queries and keys.
+      leaves: parts of a mask, which must all hold and follow from positions alone.
+      sizes: the sizes of the labels, "query" and "key" among them.
     """
     num_queries, num_keys = sizes["query"], sizes["key"]
     seen = lambda i, j: _seen(values, leaves, i, j)
@@ -130,7 +130,7 @@ def _seen(values: Nested, leaves: Sequence[MaskLeaf], i: np.ndarray, j: np.ndarr
 
 
 def _guesses(seen: Any, num_queries: int, num_keys: int) -> Iterator[tuple[Term, ...]]:
-    """Guesses terms from the mask's first row, one in the middle, its last one, and its first column."""
+    """Yields guesses of terms from the mask's first, middle and last row, and its first column."""
     keys, last = np.arange(num_keys)[None, :], num_queries - 1
     rows = {i: np.flatnonzero(seen(np.array([[i]]), keys)[0]) for i in (0, num_queries // 2, last)}
     if any(len(row) == 0 for row in rows.values()):
@@ -161,24 +161,24 @@ def _looks(num_queries: int, num_keys: int, made_of: Collection[int | None]) -> 
 
 
 def _picked(count: int, made_of: Iterable[int]) -> np.ndarray:
-    """Places at both ends, around every number from either end, and some between them."""
+    """Places to compare: both ends, the places around every number from either end, and `SPREAD` evenly between."""
     near = [place + step for each in made_of for place in (each, count - each) for step in (-1, 0, 1)]
     places = {*np.linspace(0, count - 1, SPREAD, dtype=int).tolist(), *near}
     return np.array(sorted(place for place in places if 0 <= place < count))
 
 
 # --------------------------------------------------------------------------------------------------
-# Reading a mask: which terms it is made of, and what those say that follow from positions alone.
+# Reading a mask: splitting it into leaves that must all hold, and turning these into terms.
 # --------------------------------------------------------------------------------------------------
 
 AROUND = {"eq": "eq", "ne": "ne", "ge": "le", "gt": "lt", "le": "ge", "lt": "gt"}
 """A comparison with its operands exchanged."""
 OPPOSITE = {"eq": "ne", "ne": "eq", "ge": "lt", "gt": "le", "le": "gt", "lt": "ge"}
-"""What holds where a comparison does not."""
+"""The comparison that holds where another one does not."""
 
 
 class HiddenMask(Exception):
-    """Raised where a mask is made where code at the attention's place cannot read it."""
+    """Raised for a mask that is made inside a body, where code at the attention's place cannot read it."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class MaskReader:
         Args:
           atom: the mask.
           indices: what its dims run over, in digits of the attention's labels.
-          seen: whether it is true of what is seen.
+          seen: whether it is true, or nonzero, where keys are seen; else it is where they are hidden.
 
         Raises:
           HiddenMask: where it cannot be read.
@@ -217,7 +217,7 @@ class MaskReader:
         return (*found, *map(self._term, rest))
 
     def operand(self, atom: Atom, indices: Indices, layout: Layout) -> Operand:
-        """Reads a value as it is before it is spread.
+        """Reads a value before it was broadcast, as an operand.
 
         Raises:
           HiddenMask: where it cannot be read.
@@ -240,7 +240,7 @@ class MaskReader:
         return found if readable else [leaf]
 
     def _is_wider(self, atom: Atom, of: Atom) -> bool:
-        """Whether a value has as many elements as a condition that was made of it, each of more than a bit."""
+        """Whether a value is larger in bytes than a bool condition that was made of it: as many elements of another dtype."""
         old, new = self.values.aval(atom), self.values.aval(of)
         return new.dtype == jnp.bool_ and old.dtype != jnp.bool_ and old.size == new.size
 
@@ -280,7 +280,7 @@ class MaskReader:
         return None
 
     def _compared_with_number(self, maker: Node, leaf: MaskLeaf) -> list[MaskLeaf] | None:
-        """Reads a comparison with a number as a test for nonzero or zero; of values 0 and 1 any bound between is one."""
+        """Reads a comparison with a number as a test for nonzero or zero: with 0, or of values 0 and 1 with a bound between."""
         k = 0 if number(self.values, maker.inputs[1]) is not None else 1
         bound, how = number(self.values, maker.inputs[1 - k]), maker.name if k == 0 else AROUND[maker.name]
         if self._is_binary(maker.inputs[k]):
@@ -309,7 +309,7 @@ class MaskReader:
         return maker.name in ("mul", "select_n", "max", "min") and all(map(self._is_binary, maker.inputs[first:]))
 
     def _is_static(self, leaf: MaskLeaf) -> bool:
-        """Whether a mask follows from positions alone, for all rows and heads alike."""
+        """Whether a mask follows from positions alone, and is the same for all rows and heads."""
         if not self._varies(leaf) <= {"query", "key"}:
             return False
         try:
@@ -319,7 +319,7 @@ class MaskReader:
         return True
 
     def _varies(self, leaf: MaskLeaf) -> frozenset[str]:
-        """The labels along which a value may differ: those of its dims, but for those that it was spread over."""
+        """The labels along which a value may differ: those of its dims, without those along which it was broadcast."""
         maker = self.values.maker(leaf.atom)
         indices = None if maker is None else before(maker.equation.op, leaf.indices)
         if maker is not None and indices is not None:
@@ -331,7 +331,7 @@ class MaskReader:
         return labels_of(leaf.indices)
 
     def _term(self, leaf: MaskLeaf) -> Term:
-        """The term of a leaf that depends on arrays."""
+        """The term of a leaf that is not known from positions alone."""
         labels = labels_of(leaf.indices)
         if labels <= {"batch", "key"}:
             return KeyMask(self.operand(leaf.atom, leaf.indices, OF_KEYS), leaf.seen)
@@ -342,7 +342,7 @@ class MaskReader:
         return found or MaskArray(self.operand(leaf.atom, leaf.indices, SCORES), leaf.seen)
 
     def _comparison(self, maker: Node, leaf: MaskLeaf) -> Compared | None:
-        """Reads a comparison of a number for every query with one for every key; None: it is another one."""
+        """Reads a comparison of a number of every query with one of every key; None for other comparisons."""
         how = maker.name if leaf.seen else OPPOSITE[maker.name]
         sides = [self._on(maker, k, leaf, True) for k in (0, 1)]
         try:

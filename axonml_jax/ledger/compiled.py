@@ -392,8 +392,8 @@ def _dtype_name(text: str) -> str:
 # What a compiled program's schedule moves, times the trips of its loops, and how much of it runs behind compute.
 #
 # `collectives_in_compiled` says which collectives there are; this part reads the order of instructions, which XLA:TPU and
-# XLA:GPU fix when they compile. XLA:TPU hides a collective as a fusion that starts it, others that carry it beside their own work,
-# and one that ends it.
+# XLA:GPU fix when they compile. XLA:TPU hides a collective as a fusion that starts it, others that carry it beside their
+# own work, and one that ends it.
 # --------------------------------------------------------------------------------------------------
 
 _LINE = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
