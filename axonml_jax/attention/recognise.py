@@ -79,8 +79,8 @@ class Mark:
 
     Attributes:
       stage: "exps" are exponentials of scores, "sum" their sum over all keys, "inverse" 1 / sum, "log sum" its logarithm,
-        "log weights" scores - log sum, "weights" exps / sum, "mixed" the product of exps and values, "done" mixed / sum; "lost":
-        made of scores in a way that is not understood.
+        "log weights" scores - log sum, "weights" exps / sum, "mixed" the product of exps and values, "done" mixed / sum;
+        "lost": made of scores in a way that is not understood.
       product: the product that made the scores.
       indices: what its dims run over: digits of ("paired", i), ("left", dim), ("right", dim) and ("value", dim).
       raws: the operations on the scores.
