@@ -214,6 +214,28 @@ def test_rules_that_zero_weights_are_rules_of_the_mask():
     assert attention.zero == attention.mask and not attention.gates
 
 
+def test_exponentials_that_are_zero_but_in_their_sum_leave_zeros():
+    seen = jnp.asarray(TRI > 0).at[2].set(False)
+
+    def fun(q, k, v):
+        hidden = jnp.where(seen, scores(q, k), -1e9)
+        exps = jnp.exp(hidden - hidden.max(-1, keepdims=True))
+        return mixed(jnp.where(seen, exps, 0) / exps.sum(-1, keepdims=True), v)
+
+    found = found_in(fun, (Q, K, V))
+    assert_trees_close(replaced(found, plain_attention)([Q, K, V])[0], fun(Q, K, V), "a query that sees no key")
+
+
+def test_a_branch_may_return_a_number_that_nothing_reads():
+    def attends(q, k, v):
+        return mixed(jax.nn.softmax(scores(q, k)), v), jnp.zeros((), v.dtype)
+
+    fun = lambda on, q, k, v: jax.lax.cond(on, attends, lambda q, k, v: (q, v.sum()), q, k, v)[0]
+    args = jnp.asarray(True), Q, K, V
+    (found,) = replaced(found_in(fun, args), plain_attention)(args)
+    assert_trees_close(found, fun(*args), "a branch")
+
+
 def test_two_that_share_their_weights_are_replaced_together():
     def fun(q, k, v):
         weights = jax.nn.softmax(scores(q, k))

@@ -109,6 +109,23 @@ def test_masks_of_positions_are_classified(terms, length):
         np.testing.assert_array_equal(seen, MASKS[terms](i[:, None], i[None, :]))
 
 
+PATCHES = {
+    "an array over queries and keys": lambda image: lambda: jnp.asarray(np.tril(np.ones((5000, 5000), bool)) | image),
+    "an array over positions": lambda image: lambda: (
+        (jnp.arange(5000)[:, None] >= jnp.arange(5000)) | (jnp.asarray(image.any(1))[:, None] & jnp.asarray(image.any(1)))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_a_patch_between_the_rows_that_are_compared_is_seen(name):
+    image = np.zeros((5000, 5000), bool)
+    image[2950:2970, 2950:2970] = True
+    values, atom = values_of(PATCHES[name](image))
+    leaf = MaskLeaf(atom, (whole("query", 5000), whole("key", 5000)), True)
+    assert classified(values, [leaf], {"query": 5000, "key": 5000}) is None
+
+
 AT = {
     "ALiBi": (plain(alibi), (Q, K, V), 1),
     "T5": (bucketed, (Q, K, V, normal(6, HEADS)), 1),

@@ -167,6 +167,19 @@ def test_what_cannot_run_is_refused_with_every_reason():
         ax.explain(ax.Plan(), model=object(), mesh={"data": 2}, global_batch=8)
     with pytest.raises(ValueError, match="give every one"):
         ax.explain(ax.Plan(), model=config(GPT), global_batch=8)
+    explain = lambda **given: ax.explain(
+        ax.Plan(), model=config(GPT), **{"mesh": {"data": 2}, "global_batch": 8, **given}
+    )
+    with pytest.raises(ValueError, match=r"unknown mesh axes 'fdsp' \(did you mean 'fsdp'\?\)"):
+        explain(mesh={"data": 2, "fdsp": 4})
+    assert explain(mesh={"dp": 2}).degrees == {"data": 2}
+    with pytest.raises(ValueError, match=r"platform='v5p' must be 'tpu', 'cuda', 'cpu', or None"):
+        explain(platform="v5p")
+    assert explain(platform="gpu") == explain(platform="cuda")
+    with pytest.raises(
+        ValueError, match="cannot run: global_batch=0 is less than 1; length=0 is less than 1; moments=-1 is"
+    ):
+        explain(global_batch=0, length=0, moments=-1)
     assert problems(config(GPT, split="grid"), {"tensor": 2}, 16)[0].startswith("tensor=2 splits nothing")
 
 

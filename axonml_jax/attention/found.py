@@ -43,7 +43,7 @@ class Digit:
 
 
 Index = tuple[Digit, ...]
-"""What one dim runs over, the most significant digit first; () for a dim of size 1, or one along which nothing changes."""
+"""The digits of one dim, the most significant first; () for a dim of size 1, or one along which values do not change."""
 
 Indices = tuple[Index, ...]
 """The index of every dim of a value."""
@@ -60,7 +60,7 @@ def labels_of(indices: Iterable[Index]) -> frozenset[Any]:
 
 
 def joined(digits: Iterable[Digit]) -> Index:
-    """Merges digits into as few as mean the same index."""
+    """Merges digits, the most significant first, into as few as give the same index."""
     found: list[Digit] = []
     for digit in digits:
         last = found[-1] if found else None
@@ -96,7 +96,7 @@ def regrouped(indices: Indices, shape: Sequence[int]) -> Indices | None:
 
 
 def after(op: Operation, k: int, indices: Indices) -> Indices | None:
-    """The indices of an operation's result from those of operand k: () where it is spread; None: they are not followed."""
+    """The indices of an operation's result from those of operand k: () where it is broadcast; None: not known."""
     given, made = op.given[k].shape, op.made[0].shape
     if op.name == "reshape":
         return None if op.options["dimensions"] is not None else regrouped(indices, made)
@@ -113,7 +113,7 @@ def after(op: Operation, k: int, indices: Indices) -> Indices | None:
 
 
 def before(op: Operation, indices: Indices) -> Indices | None:
-    """The indices of the operand of an operation that only places, from those of its result; None for other operations."""
+    """The indices of the operand of an operation that only moves elements, from its result's; None for other operations."""
     if not op.given:
         return None
     given = op.given[0].shape
@@ -140,7 +140,7 @@ KEEPING = (
     "stop_gradient",
     "layout_constraint",
 )
-"""Operations that leave every element where it is, and what it is but for its dtype."""
+"""Operations that leave every element in its place, unchanged but for its dtype."""
 
 
 def arranged(x: Any, indices: Indices, wanted: Indices, *, spread: bool = False) -> Any:
@@ -149,7 +149,7 @@ def arranged(x: Any, indices: Indices, wanted: Indices, *, spread: bool = False)
     Args:
       x: its dims run over `indices`.
       wanted: what the dims of the result run over.
-      spread: whether dims along which `x` does not change have their whole size; else they have size 1.
+      spread: whether dims along which `x` does not change are broadcast to their size; else they have size 1.
     """
     cuts = _cuts([*indices, *wanted])
     parts = [part for index in indices for digit in index for part in _parts(digit, cuts)]
@@ -188,7 +188,7 @@ def _parts(digit: Digit, cuts: Mapping[Any, set[int]]) -> list[Digit]:
 # --------------------------------------------------------------------------------------------------
 
 LABELS = ("batch", "head", "member", "query", "key", "size", "value")
-"""The labels of an attention's dims: rows; heads of keys and values; the heads of queries that read one of them; positions of
+"""The labels of an attention's dims: rows; heads of keys and values; the query heads that share one of them; positions of
 queries and of keys; the size of a head of queries and keys, and that of values."""
 
 Layout = tuple[tuple[str, ...], ...]
@@ -209,11 +209,11 @@ class Operand:
     """A value of the program that an attention reads.
 
     Attributes:
-      value: its name in the `Nested` program.
-      shape: its own.
-      dtype: the one that it is read in, to which it is cast.
+      value: its number in the `Nested` program.
+      shape: its shape there.
+      dtype: the dtype to which it is cast to be read.
       indices: for each of its dims what it runs over: digits of `LABELS`.
-      layout: the dims in which it is given to whoever computes the attention.
+      layout: the labels of the dims in which `given` arranges it.
     """
 
     value: int
@@ -233,12 +233,12 @@ class Operand:
         Args:
           x: the value.
           sizes: the size of every label.
-          spread: whether dims along which it does not change have their whole size; else they have size 1.
+          spread: whether dims along which it does not change are broadcast to their size; else they have size 1.
         """
         return arranged(jnp.asarray(x, self.dtype), self.indices, self.wanted(sizes), spread=spread)
 
     def taken(self, x: Any, sizes: Mapping[str, int]) -> Any:
-        """Arranges a value in its layout as the program has it; the inverse of `given`."""
+        """Arranges an array from the operand's layout to the program's shape; the inverse of `given`, without its cast."""
         return arranged(x, self.wanted(sizes), self.indices).reshape(self.shape)
 
     def wanted(self, sizes: Mapping[str, int]) -> Indices:
@@ -251,7 +251,7 @@ class Operand:
 
 
 # --------------------------------------------------------------------------------------------------
-# Where a value comes from before it was moved, spread or cast: what an attention reads is told by that.
+# The value that another one was moved, broadcast or cast from, by which an attention's operands are recognised.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -264,13 +264,14 @@ class Source:
 
 
 def sources(values: Nested, atom: Atom, indices: Indices, *, casts: bool = False) -> Iterator[Source]:
-    """Yields a value, then its source before each operation that only places it, to the first.
+    """Yields a value, then step by step the values that it was moved, broadcast or cast from.
 
     Args:
       values: where it is made.
       atom: the value.
       indices: what its dims run over.
-      casts: go through all casts, and stopped gradients; else only where the source, cast to the value's dtype, is the value.
+      casts: also go through casts that round and through stopped gradients; else the source, cast to the value's dtype, is the
+        value, gradients included.
     """
     source: Source | None = Source(atom, indices)
     dtype = values.aval(atom).dtype
@@ -286,7 +287,7 @@ def sources(values: Nested, atom: Atom, indices: Indices, *, casts: bool = False
 
 
 def varies_along(values: Nested, atom: Atom, indices: Indices, labels: Collection[Any]) -> bool:
-    """Whether a value differs along labels of these kinds (a label's first entry), other than by being spread there."""
+    """Whether a value may differ along labels of these kinds (a label's first entry), where it was not broadcast."""
     *_, last = sources(values, atom, indices, casts=True)
     return any(label[0] in labels for label in labels_of(last.indices))
 
@@ -303,7 +304,7 @@ def visible(values: Nested, atom: Atom, level: Level) -> bool:
 
 
 def _is_exact(maker: Node, dtype: Any) -> bool:
-    """Whether an operation keeps values and gradients as they are, or casts them to the dtype that is wanted in the end."""
+    """Whether the operand of a move or cast, cast to `dtype`, equals its result cast to `dtype`, gradients included."""
     if maker.name == "convert_element_type" and maker.equation.op.made[0].dtype != dtype:
         old, new = maker.equation.op.given[0].dtype, maker.equation.op.made[0].dtype
         return jnp.promote_types(old, new) == new and not (jnp.issubdtype(old, jnp.integer) and old.itemsize > 2)
@@ -311,12 +312,12 @@ def _is_exact(maker: Node, dtype: Any) -> bool:
 
 
 def activations(values: Nested, program: Program, weights: Collection[int] | None) -> frozenset[int]:
-    """The values that are more than weights, or inputs, that were moved, cast and combined element by element.
+    """The activations: values that are made by more than moves, casts and elementwise operations from weights and constants.
 
     Args:
       values: the values of the program.
-      program: the whole.
-      weights: which of its inputs are weights, by position; None: all may be.
+      program: the whole program.
+      weights: which of its inputs are weights, by position; None: all are taken for weights.
     """
     known = range(len(program.inputs)) if weights is None else weights
     prepared = {values.top.values[program.inputs[k]] for k in known} | set(values.constants)
@@ -327,20 +328,19 @@ def activations(values: Nested, program: Program, weights: Collection[int] | Non
 
 
 def _is_prepared(values: Nested, value: int, prepared: Collection[int]) -> bool:
-    """Whether a value is prepared from weights, or is a loop's slice of one that is."""
+    """Whether a value is in `prepared`, or a loop's slice of a value that is."""
     links = values.links.get(value, ())
     return value in prepared or (len(links) == 1 and not is_constant(links[0]) and links[0] in prepared)
 
 
 # --------------------------------------------------------------------------------------------------
-# Arrays that an attention reads, at some positions of queries and keys; what follows from positions is computed there
-# alone.
+# Arrays that an attention reads, at some positions of queries and keys; what follows from positions is computed only there.
 #
-# ALiBi's biases, T5's lookups by distance, masks of positions: none of them is ever there for all queries and all keys.
+# So ALiBi's biases, T5's lookups by distance and masks of positions never exist for all queries and all keys at once.
 # --------------------------------------------------------------------------------------------------
 
 Places = tuple[Any, ...]
-"""For every dim of a value the indices along it; they are broadcast with each other."""
+"""For every dim of a value an array of indices along it; they are broadcast with each other."""
 
 
 class PositionReader:
@@ -349,7 +349,7 @@ class PositionReader:
     Args:
       values: the program.
       level: where it is run.
-      whole: `whole(value)`: all of a value.
+      whole: `whole(value)` gives all of a value, by its number.
     """
 
     def __init__(self, values: Nested, level: Level, whole: Callable[[int], Any]):
@@ -421,7 +421,7 @@ class PositionReader:
         return array.at[at].get(mode=mode, fill_value=fill, wrap_negative_indices=False)
 
     def _follows(self, atom: Atom) -> bool:
-        """Whether a value can be computed place by place, from positions, numbers and values at hand."""
+        """Whether a value can be computed at single places, from positions, constants and values visible at the level."""
         if is_constant(atom):
             return True
         if atom not in self._followed:
@@ -456,8 +456,7 @@ def _is_lookup(node: Node) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a query sees of the keys, in terms that must all hold: told by positions alone, or by arrays that the program
-# has.
+# The terms of a mask, which must all hold: rules of positions alone, or of arrays of the program.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -522,11 +521,11 @@ class QueryMask:
 
 @dataclass(frozen=True)
 class Compared:
-    """Keys whose number compares with the query's: of one segment where `how` is "eq", none later by position where it is "ge".
+    """Keys whose number compares with the query's: "eq" for segment ids; "ge" for positions, no key after the query's.
 
     Attributes:
       how: "eq", "ne", "ge", "gt", "le" or "lt", the query's number on the left.
-      queries, keys: the numbers.
+      queries, keys: the numbers, of each row.
     """
 
     how: str
@@ -558,7 +557,7 @@ def sees(term: Term, queries: Any, keys: Any, given: Any) -> Any:
     Args:
       term: the term.
       queries, keys: their positions, int [queries] and [keys].
-      given: `given(operand)`: an operand as `Operand.layout` says.
+      given: `given(operand)` gives an operand in its layout; not called for terms of positions alone.
     """
     i, j = queries[:, None], keys[None, :]
     match term:
@@ -586,7 +585,8 @@ HOW: Mapping[str, Callable[[Any, Any], Any]] = {
 
 
 # --------------------------------------------------------------------------------------------------
-# `FoundAttention`: an attention of a program in one form, whatever its spelling; and what looks like one and is not.
+# `FoundAttention`: an attention of a program in one form, whatever its spelling; and what looks like one but is not
+# recognised.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -599,7 +599,7 @@ class Scaled:
 
     @property
     def factor(self) -> float | None:
-        """The number that scores are multiplied by; None where it is an array."""
+        """The number by which scores are multiplied; None for an array."""
         return None if isinstance(self.by, Operand) else 1 / self.by if self.divides else self.by
 
 
@@ -610,7 +610,7 @@ class Added:
     Attributes:
       by: the bias.
       subtracts: whether it is subtracted.
-      hides: what it lets be seen as a mask does, where the array that it is made of holds zeros and ones alone.
+      hides: the terms of the mask that it is if the array that it is made of holds zeros and ones only; () if it is none.
     """
 
     by: float | Operand
@@ -639,7 +639,7 @@ class Masked:
     """Scores of keys that are not seen replaced by a number, or a number added to them.
 
     Attributes:
-      terms: what is seen: where all of them say so; () everything.
+      terms: the rules by which keys are seen, which must all hold; (): every key is.
       fill: the number.
       adds: whether it is added.
     """
@@ -660,9 +660,9 @@ class WeightsDrop:
     Attributes:
       rate: the probability of being dropped; None where it is no number.
       scale: what those that stay are multiplied by.
-      keep: bool, which stay.
-      key: the typed random key, as a value of the `Nested` program.
-      bits: the shape in which random bits are drawn of the key.
+      keep: bool, which weights stay.
+      key: the number of the random key in the `Nested` program.
+      bits: the shape in which random bits are drawn with the key.
       bit_dims: what the dims of the bits run over, as `Operand.indices`.
       bit_width: how many bits each element has.
     """
@@ -690,15 +690,15 @@ class FoundAttention:
       out: the result, taken as [batch, query, heads, value].
       sizes: the size of each label of `operand.LABELS`.
       changes: the changes of the scores, in order, without what is the same for all keys of a query: the softmax drops it.
-      scores_dtype, weights_dtype: the dtypes of the product of q and k, and in which the weights meet v.
+      scores_dtype, weights_dtype: the dtypes of the product of q and k, and of the weights in their product with v.
       precisions: the precisions of the two products.
-      zero: the rules of `mask` outside which the weights are set to zero, too: what a query gets that sees no key.
-      gates: arrays that the weights are multiplied with, and rules outside which they are set to zero, alike for all keys.
+      zero: rules of `mask` outside which the weights are set to zero too, so that a query that sees no key gets zeros.
+      gates: arrays by which the weights are multiplied, and rules outside which they are set to zero, the same for all keys.
       dropout: the dropout of the weights.
       line: the user's line that computes the scores.
       scopes: the name scopes of the result, as a path.
       left: why it is left as it is; "" where it may be replaced.
-      replaces: the primitives that go with it.
+      replaces: the primitives that need not run once it is replaced.
     """
 
     q: Operand
@@ -740,7 +740,7 @@ class FoundAttention:
 
     @property
     def window(self) -> tuple[int | None, int | None] | None:
-        """How many positions before and after itself a query sees, if a rule bounds those before it; else None."""
+        """(before, after): positions that a query sees on each side, by the first rule that bounds those before; else None."""
         bands = [term for term in self.mask if isinstance(term, Band) and term.before is not None]
         return (bands[0].before, bands[0].after) if bands else None
 
@@ -756,7 +756,7 @@ class FoundAttention:
 
     @property
     def cap(self) -> float | None:
-        """The soft cap c of c · tanh(scale · q · k / c)."""
+        """The soft cap c of c · tanh(scale · q · k / c); None without one, or if it is no number."""
         steps = [change for change in self.changes if not isinstance(change, Cast)]
         places = [i for i, change in enumerate(steps) if isinstance(change, Tanh)]
         after = steps[places[0] + 1] if places and len(steps) > places[0] + 1 else None
@@ -764,7 +764,7 @@ class FoundAttention:
 
     @property
     def scale(self) -> float | None:
-        """The scale of q · k, before biases and masks, with the soft cap in it; None where it is no number."""
+        """The number by which q · k is scaled before biases and masks, inside a soft cap; None where it is an array."""
         factors: list[float | None] = []
         for change in self.changes:
             if not isinstance(change, Scaled | Cast):
@@ -776,7 +776,7 @@ class FoundAttention:
 
     @property
     def regular(self) -> bool:
-        """Whether the scores are c tanh(scale q · k / c), then biases and masks, in this order.
+        """Whether the scores are scale q · k, or c tanh(scale q · k / c), and then only biases and masks follow.
 
         Where `scale` is None, it is an array of `scales`.
         """
@@ -813,7 +813,7 @@ class Missed:
 
     Attributes:
       line: the user's line that computes the scores.
-      why: the reason, a clause.
+      why: the reason, as a clause.
     """
 
     line: str

@@ -1,7 +1,7 @@
-"""Reads the masks of an attention from a program: which keys a query sees, as terms."""
+"""Reads the masks of an attention from a program, as terms: rules of which keys a query sees."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,10 +35,11 @@ from axonml_jax.program.program import Atom, is_constant, is_elementwise
 from axonml_jax.program.values import Level, Nested, Node, NotStatic, elements, number
 
 # --------------------------------------------------------------------------------------------------
-# What masks that follow from positions alone look like: bands, prefixes, chunks; each is held against all of the mask.
+# Masks that follow from positions alone: a band, prefix or chunks is guessed, and compared with the mask.
 #
-# Of more than `ALL` pairs of positions some rows and columns are looked at whole: those at every number that the mask
-# is made of, at both ends, and `SPREAD` more between them.
+# Of more than `ALL` pairs of positions some rows and columns are compared whole: those at every number that the mask is
+# made of, at every place where a constant array of one dim turns, at both ends, and `SPREAD` more between them. A mask
+# that is made of other constant arrays is compared whole.
 # --------------------------------------------------------------------------------------------------
 
 ALL = 1 << 24
@@ -61,16 +62,16 @@ class MaskLeaf:
 
 
 def classified(values: Nested, leaves: Sequence[MaskLeaf], sizes: Mapping[str, int]) -> tuple[Term, ...] | None:
-    """The terms that say the same as some leaves together; None: no terms are known for them.
+    """The terms that are equal to some leaves together; None: no known terms are.
 
     Args:
       values: the program.
-      leaves: parts of a mask that follow from positions alone.
-      sizes: the numbers of queries and keys.
+      leaves: parts of a mask, which must all hold and follow from positions alone.
+      sizes: the sizes of the labels, "query" and "key" among them.
     """
     num_queries, num_keys = sizes["query"], sizes["key"]
     seen = lambda i, j: _seen(values, leaves, i, j)
-    made_of = set(_numbers(values, [leaf.atom for leaf in leaves], set()))
+    made_of = set(_turns(values, [leaf.atom for leaf in leaves], set()))
     tried: list[tuple[Term, ...]] = []
     for terms in _guesses(seen, num_queries, num_keys):
         if terms not in tried and all(_agree(seen, terms, i, j) for i, j in _looks(num_queries, num_keys, made_of)):
@@ -86,16 +87,31 @@ def _agree(seen: Any, terms: Sequence[Term], i: np.ndarray, j: np.ndarray) -> bo
     return bool(np.array_equal(np.broadcast_to(seen(i, j), expected.shape), expected))
 
 
-def _numbers(values: Nested, atoms: Iterable[Atom], visited: set[int]) -> Iterator[int]:
-    """The whole numbers among the constants that values are made of."""
+def _turns(values: Nested, atoms: Iterable[Atom], visited: set[int]) -> Iterator[int | None]:
+    """Yields the numbers among the constants that values are made of, and the places at which an array of one long dim turns.
+
+    None stands for an array of which a few places do not tell where it changes: then all of the mask must be compared.
+    """
     for atom in atoms:
         if is_constant(atom):
-            if np.ndim(atom.val) == 0 and np.isfinite(float(atom.val)) and float(atom.val).is_integer():
-                yield int(atom.val)
+            yield from _turns_of(np.asarray(atom.val))
         elif atom not in visited:
             visited.add(atom)
             maker = values.maker(atom)
-            yield from _numbers(values, () if maker is None else maker.inputs, visited)
+            if atom in values.constants:
+                yield from _turns_of(np.asarray(values.constants[atom]))
+            yield from _turns(values, () if maker is None else maker.inputs, visited)
+
+
+def _turns_of(constant: np.ndarray) -> list[int | None]:
+    """The number that a constant is, or the places along its one long dim at which it is no straight line; else [None]."""
+    if constant.size == 1:
+        number = float(constant.real.item())
+        return [int(number)] if np.isfinite(number) and number.is_integer() else []
+    if constant.size != max(constant.shape, default=1):
+        return [None] * (constant.size > 0)
+    places = np.flatnonzero(np.diff(constant.ravel().astype(float), 2))
+    return [int(place) + 1 for place in places] if len(places) <= SPREAD else [None]
 
 
 def _seen(values: Nested, leaves: Sequence[MaskLeaf], i: np.ndarray, j: np.ndarray) -> np.ndarray:
@@ -114,7 +130,7 @@ def _seen(values: Nested, leaves: Sequence[MaskLeaf], i: np.ndarray, j: np.ndarr
 
 
 def _guesses(seen: Any, num_queries: int, num_keys: int) -> Iterator[tuple[Term, ...]]:
-    """Guesses terms from the mask's first row, one in the middle, its last one, and its first column."""
+    """Yields guesses of terms from the mask's first, middle and last row, and its first column."""
     keys, last = np.arange(num_keys)[None, :], num_queries - 1
     rows = {i: np.flatnonzero(seen(np.array([[i]]), keys)[0]) for i in (0, num_queries // 2, last)}
     if any(len(row) == 0 for row in rows.values()):
@@ -130,38 +146,39 @@ def _guesses(seen: Any, num_queries: int, num_keys: int) -> Iterator[tuple[Term,
     yield (Chunks(int(column.sum())), Band(None, 0))
 
 
-def _looks(num_queries: int, num_keys: int, made_of: Iterable[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _looks(num_queries: int, num_keys: int, made_of: Collection[int | None]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The parts of a mask to compare: all of it, or some rows and columns of a large one."""
     rows, columns = np.arange(num_queries)[:, None], np.arange(num_keys)[None, :]
-    if num_queries * num_keys <= ALL:
+    if num_queries * num_keys <= ALL or None in made_of:
         step = max(1, (1 << 22) // num_keys)
         yield from ((rows[k : k + step], columns) for k in range(0, num_queries, step))
         return
-    picked = _picked(num_queries, made_of)[:, None]
+    numbers = [each for each in made_of if each is not None]
+    picked = _picked(num_queries, numbers)[:, None]
     yield from ((picked[k : k + 8], columns) for k in range(0, len(picked), 8))
-    picked = _picked(num_keys, made_of)[None, :]
+    picked = _picked(num_keys, numbers)[None, :]
     yield from ((rows, picked[:, k : k + 8]) for k in range(0, picked.shape[1], 8))
 
 
 def _picked(count: int, made_of: Iterable[int]) -> np.ndarray:
-    """Places at both ends, around every number from either end, and some between them."""
+    """Places to compare: both ends, the places around every number from either end, and `SPREAD` evenly between."""
     near = [place + step for each in made_of for place in (each, count - each) for step in (-1, 0, 1)]
     places = {*np.linspace(0, count - 1, SPREAD, dtype=int).tolist(), *near}
     return np.array(sorted(place for place in places if 0 <= place < count))
 
 
 # --------------------------------------------------------------------------------------------------
-# Reading a mask: which terms it is made of, and what those say that follow from positions alone.
+# Reading a mask: splitting it into leaves that must all hold, and turning these into terms.
 # --------------------------------------------------------------------------------------------------
 
 AROUND = {"eq": "eq", "ne": "ne", "ge": "le", "gt": "lt", "le": "ge", "lt": "gt"}
 """A comparison with its operands exchanged."""
 OPPOSITE = {"eq": "ne", "ne": "eq", "ge": "lt", "gt": "le", "le": "gt", "lt": "ge"}
-"""What holds where a comparison does not."""
+"""The comparison that holds where another one does not."""
 
 
 class HiddenMask(Exception):
-    """Raised where a mask is made where code at the attention's place cannot read it."""
+    """Raised for a mask that is made inside a body, where code at the attention's place cannot read it."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +201,7 @@ class MaskReader:
         Args:
           atom: the mask.
           indices: what its dims run over, in digits of the attention's labels.
-          seen: whether it is true of what is seen.
+          seen: whether it is true, or nonzero, where keys are seen; else it is where they are hidden.
 
         Raises:
           HiddenMask: where it cannot be read.
@@ -200,7 +217,7 @@ class MaskReader:
         return (*found, *map(self._term, rest))
 
     def operand(self, atom: Atom, indices: Indices, layout: Layout) -> Operand:
-        """Reads a value as it is before it is spread.
+        """Reads a value before it was broadcast, as an operand.
 
         Raises:
           HiddenMask: where it cannot be read.
@@ -223,7 +240,7 @@ class MaskReader:
         return found if readable else [leaf]
 
     def _is_wider(self, atom: Atom, of: Atom) -> bool:
-        """Whether a value has as many elements as a condition that was made of it, each of more than a bit."""
+        """Whether a value is larger in bytes than a bool condition that was made of it: as many elements of another dtype."""
         old, new = self.values.aval(atom), self.values.aval(of)
         return new.dtype == jnp.bool_ and old.dtype != jnp.bool_ and old.size == new.size
 
@@ -263,7 +280,7 @@ class MaskReader:
         return None
 
     def _compared_with_number(self, maker: Node, leaf: MaskLeaf) -> list[MaskLeaf] | None:
-        """Reads a comparison with a number as a test for nonzero or zero; of values 0 and 1 any bound between is one."""
+        """Reads a comparison with a number as a test for nonzero or zero: with 0, or of values 0 and 1 with a bound between."""
         k = 0 if number(self.values, maker.inputs[1]) is not None else 1
         bound, how = number(self.values, maker.inputs[1 - k]), maker.name if k == 0 else AROUND[maker.name]
         if self._is_binary(maker.inputs[k]):
@@ -292,7 +309,7 @@ class MaskReader:
         return maker.name in ("mul", "select_n", "max", "min") and all(map(self._is_binary, maker.inputs[first:]))
 
     def _is_static(self, leaf: MaskLeaf) -> bool:
-        """Whether a mask follows from positions alone, for all rows and heads alike."""
+        """Whether a mask follows from positions alone, and is the same for all rows and heads."""
         if not self._varies(leaf) <= {"query", "key"}:
             return False
         try:
@@ -302,7 +319,7 @@ class MaskReader:
         return True
 
     def _varies(self, leaf: MaskLeaf) -> frozenset[str]:
-        """The labels along which a value may differ: those of its dims, but for those that it was spread over."""
+        """The labels along which a value may differ: those of its dims, without those along which it was broadcast."""
         maker = self.values.maker(leaf.atom)
         indices = None if maker is None else before(maker.equation.op, leaf.indices)
         if maker is not None and indices is not None:
@@ -314,7 +331,7 @@ class MaskReader:
         return labels_of(leaf.indices)
 
     def _term(self, leaf: MaskLeaf) -> Term:
-        """The term of a leaf that depends on arrays."""
+        """The term of a leaf that is not known from positions alone."""
         labels = labels_of(leaf.indices)
         if labels <= {"batch", "key"}:
             return KeyMask(self.operand(leaf.atom, leaf.indices, OF_KEYS), leaf.seen)
@@ -325,7 +342,7 @@ class MaskReader:
         return found or MaskArray(self.operand(leaf.atom, leaf.indices, SCORES), leaf.seen)
 
     def _comparison(self, maker: Node, leaf: MaskLeaf) -> Compared | None:
-        """Reads a comparison of a number for every query with one for every key; None: it is another one."""
+        """Reads a comparison of a number of every query with one of every key; None for other comparisons."""
         how = maker.name if leaf.seen else OPPOSITE[maker.name]
         sides = [self._on(maker, k, leaf, True) for k in (0, 1)]
         try:

@@ -48,7 +48,7 @@ from axonml_jax.program.program import Atom, Equation, Program, is_constant, is_
 from axonml_jax.program.values import Level, Nested, Node, nested, number
 
 # --------------------------------------------------------------------------------------------------
-# What a value is on the way from a product through a softmax to another product.
+# The stages of values between a product, a softmax and another product.
 # --------------------------------------------------------------------------------------------------
 
 Stage = Literal["scores", "exps", "sum", "inverse", "log sum", "log weights", "weights", "mixed", "done", "lost"]
@@ -56,14 +56,14 @@ Stage = Literal["scores", "exps", "sum", "inverse", "log sum", "log weights", "w
 
 @dataclass(frozen=True)
 class Raw:
-    """An operation on scores or weights, as the program writes it.
+    """An operation on scores, exponentials or weights, as the program writes it.
 
     Attributes:
       how: "mul", "div", "add", "sub", "tanh", "cast" or "select".
       atom: the other operand, or the condition of a select.
       indices: what its dims run over.
-      seen: for a select the condition's value where scores stay; else whatever.
-      number: for a select what stands in the place of the others; for a cast the dtype.
+      seen: for a select the condition's value where scores stay; unused for others.
+      number: for a select the number that replaces the other scores; for a cast the dtype.
     """
 
     how: str
@@ -75,22 +75,22 @@ class Raw:
 
 @dataclass(frozen=True)
 class Mark:
-    """The stage of a value on the way from scores to an attention's result, and how it came there.
+    """The stage of a value on the way from scores to an attention's result, and the operations that led to it.
 
     Attributes:
-      stage: "exps" are exponentials of scores, "sum" theirs over all keys, "inverse" 1 / sum, "weights" exps / sum, "mixed" the
-        product of exps and values, "done" that divided by the sum; "lost": something made of scores in a way that is
-        not understood.
+      stage: "exps" are exponentials of scores, "sum" their sum over all keys, "inverse" 1 / sum, "log sum" its logarithm,
+        "log weights" scores - log sum, "weights" exps / sum, "mixed" the product of exps and values, "done" mixed / sum;
+        "lost": made of scores in a way that is not understood.
       product: the product that made the scores.
       indices: what its dims run over: digits of ("paired", i), ("left", dim), ("right", dim) and ("value", dim).
-      raws: what was done to the scores.
-      base: of exps and all that is made of them the first value of the exps; of a log sum the scores.
-      over: what was summed over.
-      zeroed: masks that exps were multiplied with; `summed` those of the sum.
-      afters: what was done to the weights.
-      values: what the exps or weights were multiplied with, and what its dims run over.
-      mix: the product that did it.
-      why: for the lost: why, and `late`: what was made of them: "", "exps" or "sum".
+      raws: the operations on the scores.
+      base: for exps and what is made of them, the result of `exp`, which tells exps apart; for a log sum, the scores.
+      over: the operand of the product ("left" or "right") over whose dims the sum goes: the keys'.
+      zeroed: masks by which exps were zeroed, or factors by which they were multiplied; `summed`: those of the exps in the sum.
+      afters: the operations on the weights.
+      values: the value that exps or weights were multiplied with, and what its dims run over.
+      mix: the product of exps or weights with `values`.
+      why: of "lost", the reason; `late`: what was made of the lost scores, "", "exps" or "sum".
     """
 
     stage: Stage
@@ -118,7 +118,7 @@ class Mark:
 
 
 ORDER: Sequence[Stage] = ("mixed", "weights", "exps", "log weights", "scores", "inverse", "sum", "log sum", "lost")
-"""The order of stages: of several marked operands the first in it decides."""
+"""The order of stages: of an equation's marked operands the one whose stage comes first decides."""
 
 PLURAL: Mapping[str, str] = {
     "scores": "scores",
@@ -172,7 +172,7 @@ def result_of(product: Node, left: Indices, right: Indices) -> Indices:
 
 
 def side_over(product: Node, indices: Indices) -> str | None:
-    """The operand, "left" or "right", of which these are all own dims; None: of neither. A softmax goes over the keys' dims."""
+    """The operand, "left" or "right", whose own dims are exactly these; None: neither. A softmax goes over the keys'."""
     digits = [digit for index in indices for digit in index]
     sides = sides_of(product)
     for side, own in (("left", sides.left), ("right", sides.right)):
@@ -188,12 +188,12 @@ def _sizes(digits: list[Digit]) -> dict[Any, int]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What the dims of two products are for: rows, heads, positions of queries and of keys, sizes; told by where they stand.
+# The roles of the dims of two products: rows, heads, positions of queries and of keys, sizes.
 #
-# A product only says which dims of its operands are paired, summed, or their own. Keys own the dims that the softmax
-# goes over, and queries their positions, and heads that share keys; which of these are which, and which paired dims are
-# rows and which heads, is read from the masks, and from the order of dims before everything was moved to its place for
-# the product.
+# A product only says which dims of its operands are batched ("paired"), contracted ("summed"), or their own. Keys own the
+# dims that the softmax goes over; queries own their positions, and heads that share keys. Which of the latter are which, and
+# which batched dims are rows and which heads, is read from the masks, and from the order of dims before they were transposed
+# for the product.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -225,7 +225,7 @@ class Roles:
 
 
 def roles_of(values: Nested, mark: Mark, level: Level) -> Roles | None:
-    """Finds the roles of a chain's dims; None where code of a level cannot read its operands."""
+    """Finds the roles of a chain's dims; None if code at the level of its result cannot read its operands."""
     sides, (over,) = sides_of(mark.product), mark.over
     by_queries = "left" if over == "right" else "right"
     k_q, k_k = (0, 1) if by_queries == "left" else (1, 0)
@@ -260,7 +260,11 @@ def roles_of(values: Nested, mark: Mark, level: Level) -> Roles | None:
 
 
 def _pieces(parts: Mapping[str, Sequence[Digit]]) -> tuple[Mapping[Any, Any], Mapping[str, int]]:
-    """The parts of every label of a chain, from the digits of each label of the attention, the most significant first."""
+    """The parts of every label of a chain, and the sizes of the attention's labels.
+
+    Args:
+      parts: the digits of each label of the attention, the most significant first.
+    """
     pieces: dict[Any, list[tuple[int, int, str, int]]] = {}
     sizes: dict[str, int] = {}
     for label, digits in parts.items():
@@ -273,7 +277,7 @@ def _pieces(parts: Mapping[str, Sequence[Digit]]) -> tuple[Mapping[Any, Any], Ma
 
 
 def _positions(values: Nested, mark: Mark, layout: Sequence[Digit], side: str) -> tuple[list[Digit], list[Digit]]:
-    """Divides the dims that only queries have into positions, and heads that share keys."""
+    """Divides the dims that only queries have into (positions, heads that share keys)."""
     own = [digit for digit in layout if digit.label[0] == side]
     count = max(1, len(labels_of(_over(mark))))
     if len(own) <= count:
@@ -306,7 +310,8 @@ def _over(mark: Mark) -> Indices:
 def _rows_and_heads(
     paired: Sequence[Digit], layout: Sequence[Digit], queries: Sequence[Digit]
 ) -> tuple[list[Digit], list[Digit]]:
-    """Divides paired dims into rows, before the positions, and heads, behind them; by order if all are on one side."""
+    """Divides paired dims into (rows, heads): rows come before the positions, heads after; if all are on one side, the order
+    decides."""
     first = layout.index(queries[0]) if queries else len(layout)
     heads = [digit for digit in paired if layout.index(digit) > first]
     if not heads:
@@ -321,7 +326,7 @@ def _seen(values: Nested, atom: Any, indices: Indices, level: Level) -> list[Sou
 
 
 def _least(keys: Sequence[Source], vals: Sequence[Source], heads: Sequence[Digit]) -> tuple[Source, Source]:
-    """Keys and values before heads were repeated: with as few heads as both have, and otherwise whole."""
+    """Keys and values before heads were repeated: the sources with the fewest heads that both have."""
 
     def found(some: Sequence[Source]) -> dict[frozenset[Digit], Source]:
         wanted = set(labels_of(some[0].indices)) - {digit.label for digit in heads}
@@ -371,12 +376,12 @@ def _minus(head: Digit, there: Sequence[Digit]) -> list[Digit]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What an equation makes of scores, of their exponentials, of sums and weights: one rule for each stage of a softmax.
+# Rules for what an equation makes of scores, exponentials, sums and weights: one for each stage of a softmax.
 # --------------------------------------------------------------------------------------------------
 
 PLACED = (*KEEPING, "broadcast_in_dim", "reshape", "squeeze", "transpose")
 NARROW: Sequence[Stage] = ("sum", "inverse", "log sum")
-"""Stages whose values may be spread over keys again."""
+"""Stages whose values may be broadcast over keys again."""
 
 
 @dataclass(frozen=True)
@@ -385,9 +390,9 @@ class StageRules:
 
     Attributes:
       values: the program.
-      marks: what its values are; filled by whoever asks.
-      broken: products whose scores go through a softmax that is not understood, or whose weights meet no values: why.
-      over: for products, the operands of whose dims a softmax goes over only some, or over others too.
+      marks: the marks of its values, which the caller fills.
+      broken: product -> why the softmax of its scores is not understood, or that its weights are not multiplied with values.
+      over: product -> the operands over whose dims a softmax goes that does not go over all keys and keys alone.
     """
 
     values: Nested
@@ -400,7 +405,7 @@ class StageRules:
         return None if is_constant(atom) else self.marks.get(atom)
 
     def made(self, node: Node) -> tuple[Mark | None, Mark | None]:
-        """The mark of an equation's results, and that of the operand that decided it."""
+        """(mark of an equation's results, mark of the operand that decided it); None for each that there is not."""
         marked = [(ORDER.index(m.stage), k) for k, atom in enumerate(node.inputs) if (m := self.mark(atom)) is not None]
         if not marked or not any(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in node.equation.op.made):
             return None, None
@@ -429,7 +434,7 @@ class StageRules:
                 return self._lost(node, mark)
 
     def _placed(self, node: Node, mark: Mark) -> Mark | None:
-        """The mark of a value that is moved, spread or cast."""
+        """The mark of a value that is moved, broadcast or cast."""
         if mark.stage == "lost":
             return mark
         if node.name == "stop_gradient":
@@ -475,7 +480,7 @@ class StageRules:
         return Raw(how, atom, tuple(indices), **more)
 
     def _selected(self, node: Node, mark: Mark) -> Raw | None:
-        """Reads a select of scores by a condition, with a number elsewhere; None: it is another select."""
+        """Reads a select between a marked value and a number by a condition; None for other selects."""
         condition, *cases = node.inputs
         if len(cases) != 2 or self.values.aval(condition).dtype != jnp.bool_:
             return None
@@ -546,7 +551,7 @@ class StageRules:
         return mark.lost(node)
 
     def _root(self, atom: Atom) -> Atom:
-        """A value before it was moved or spread."""
+        """A value before it was reshaped or broadcast."""
         while (maker := self.values.maker(atom)) is not None and maker.name in (
             "broadcast_in_dim",
             "reshape",
@@ -610,18 +615,18 @@ def _is_paired(mark: Mark) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# What of a program is still read once attentions are replaced; and which of them cannot be, because more is read of
-# them.
+# What is still read of a program once attentions are replaced; and which cannot be replaced, as inner values of them are
+# read elsewhere.
 # --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Remains:
-    """A program in which some values are replaced, and what of it is still read.
+    """A program in which some values are replaced, and which of its values are still read.
 
     Attributes:
       values: the program.
-      replaced: the replaced values, and what each is made of.
+      replaced: replaced value -> the values that its replacement reads.
       places: the levels at which they are made.
     """
 
@@ -631,7 +636,7 @@ class Remains:
 
     @cached_property
     def opened(self) -> frozenset[Equation]:
-        """The equations whose bodies are run equation by equation; all others are run as they are."""
+        """The equations around a replaced value, whose bodies are run equation by equation; others run as one."""
         return frozenset(
             level.equation for place in self.places for level in place.around if level.equation is not None
         )
@@ -656,7 +661,7 @@ class Remains:
         return frozenset(found)
 
     def is_live(self, atom: Atom) -> bool:
-        """Whether a value is read; constants always are."""
+        """Whether a value is read; True for constants."""
         return is_constant(atom) or atom in self.live
 
     def _needs(self, value: int) -> tuple[int, ...]:
@@ -694,7 +699,7 @@ def settled(
       values: the program.
       attentions: the attentions that were found.
       products: the product of queries and keys of each.
-      marks: what every value is.
+      marks: the marks of all values.
     """
     found = list(attentions)
     whole = Remains(values, {}, [level for levels in values.levels.values() for level in levels])
@@ -713,7 +718,7 @@ def settled(
 
 
 def _reader(values: Nested, remains: Remains, product: Node, marks: Mapping[int, Mark]) -> str:
-    """Says who reads a value inside an attention: of all readers the one of the most finished value."""
+    """Says which equation reads an inner value of an attention; of several, one of the stage that is first in `ORDER`."""
     own = {value: mark for value, mark in marks.items() if mark.product is product and mark.stage != "lost"}
     found = [(own[value].stage, "are returned") for value in names_of(values.results) if value in own]
     for node in values.nodes:
@@ -728,7 +733,7 @@ def _reader(values: Nested, remains: Remains, product: Node, marks: Mapping[int,
 
 
 def _gone(values: Nested, found: FoundAttention, whole: Remains, remains: Remains) -> tuple[str, ...]:
-    """The primitives that were run for an attention alone, and are no more."""
+    """The primitives that only an attention needs, which do not run once it is replaced."""
     maker, names, visited = values.maker(found.out.value), [], set()
     todo = [] if maker is None else [maker]
     while todo:
@@ -745,7 +750,7 @@ def _gone(values: Nested, found: FoundAttention, whole: Remains, remains: Remain
 
 
 # --------------------------------------------------------------------------------------------------
-# What is done to the weights after the softmax: dropout, and zeros where nothing is seen.
+# Operations on the weights after the softmax: dropout, zeros where nothing is seen, gates.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -775,7 +780,9 @@ class Factor:
     """A number where a condition holds, and zero elsewhere.
 
     Attributes:
-      condition: bool; and what its dims run over, and the value with which it holds.
+      condition: a bool value.
+      indices: what its dims run over.
+      seen: the value of the condition where the number is.
       number: the number.
     """
 
@@ -799,13 +806,13 @@ def weights_changes(chain: ReadChain, changes: Sequence[Change], marks: Mapping[
     Args:
       chain: it.
       changes: the changes of its scores.
-      marks: what every value is.
+      marks: the marks of all values.
 
     Raises:
-      NotUnderstood: for anything else.
+      NotUnderstood: for changes that are none of these.
     """
     values, mark, roles, masks = chain.values, chain.mark, chain.roles, chain.masks
-    zero, gates, drop, scale = (), [], None, 1.0
+    zero, gates, drop, scale = _zeroed_alone(chain), [], None, 1.0
     for raw in mark.afters:
         keyed = varies_along(values, raw.atom, raw.indices, mark.over)
         by = number(values, raw.atom) if raw.how != "select" else None
@@ -837,6 +844,17 @@ def weights_changes(chain: ReadChain, changes: Sequence[Change], marks: Mapping[
     return WeightsChanges(zero, tuple(gates), drop and replace(drop, scale=scale))
 
 
+def _zeroed_alone(chain: ReadChain) -> tuple[Term, ...]:
+    """The masks that set exponentials to zero, but not in their sum: a query that sees no key then gets zero weights."""
+    values, mark = chain.values, chain.mark
+    summed = lambda raw: any(
+        (each.how, each.seen, each.indices) == (raw.how, raw.seen, raw.indices) and values.same(each.atom, raw.atom)
+        for each in mark.summed
+    )
+    alone = [raw for raw in mark.zeroed if not summed(raw)]
+    return tuple(term for raw in alone for term in chain.masks.terms(raw.atom, chain.roles.of(raw.indices), raw.seen))
+
+
 def is_known(values: Nested, raw: Raw, raws: Sequence[Raw]) -> bool:
     """Whether the same mask hides scores before the softmax."""
     alike = [each for each in raws if (each.how, each.seen, each.indices) == ("select", raw.seen, raw.indices)]
@@ -858,7 +876,7 @@ def factor_of(values: Nested, atom: Atom, indices: Indices) -> Factor | None:
 
 
 def scaled_difference(values: Nested, atom: Atom, indices: Indices) -> Factor | None:
-    """Reads a value as a number times (1 - x), with x as the condition; None: it is something else."""
+    """Reads a value as a number times (1 - x), with x as the condition, which need not be bool; None: it is another value."""
     scale = 1.0
     while (maker := values.maker(atom)) is not None:
         numbers = [number(values, each) for each in maker.inputs]
@@ -892,7 +910,7 @@ def _factor(values: Nested, raw: Raw) -> Factor | None:
 
 
 def _step(values: Nested, maker: Node, indices: Indices) -> tuple[Atom, Indices, float] | None:
-    """Undoes one move of a value, or one multiplication with a number: (value, indices, number); None: it is neither."""
+    """Undoes one move of a value, or one product with a number: (value before, indices, number); None for other operations."""
     if (found := before(maker.equation.op, indices)) is not None:
         return maker.inputs[0], found, 1.0
     numbers = [number(values, each) for each in maker.inputs]
@@ -946,11 +964,10 @@ def _bits(values: Nested, atom: Atom, indices: Indices) -> tuple[Node, Indices] 
 
 
 # --------------------------------------------------------------------------------------------------
-# Chains of equations from a product through a softmax to another product, whatever stands between.
+# Chains of equations from a product through a softmax to another product, with other operations between.
 #
-# Every value that is made of the product of two others is marked with its stage: scores, exponentials, their sum,
-# weights. One rule for each stage says what an equation makes of it; what has no rule is lost, and told if a softmax
-# follows.
+# Every value that is made of a product is marked with its stage: scores, exponentials, their sum, weights. One rule for each
+# stage says what an equation makes of it; what has no rule is lost, and reported if a softmax follows.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -959,7 +976,7 @@ class SoftmaxChain:
     """A softmax between two products.
 
     Attributes:
-      found: what the result is: its product, its changes, what it was mixed with.
+      found: the mark of the result.
       out: the result.
     """
 
@@ -973,9 +990,9 @@ class SoftmaxChains:
 
     Attributes:
       chains: the chains, in the order of their results.
-      marks: what every value is that is made of a product.
-      broken: products whose scores go through a softmax that is not understood, or whose weights meet no values: why.
-      over: for these, the operands of whose dims such a softmax goes over some.
+      marks: the marks of all values that are made of a product.
+      broken: as of `StageRules`, for products of no chain.
+      over: as of `StageRules`.
     """
 
     chains: Sequence[SoftmaxChain]
@@ -1079,15 +1096,15 @@ def _matched(node: Node, k: int, mark: Mark) -> Indices:
 
 
 # --------------------------------------------------------------------------------------------------
-# `find_attention`: every attention of a program, told in one form.
+# `find_attention`: every attention of a program in one form.
 # --------------------------------------------------------------------------------------------------
 
 HIDDEN = -1e4
-"""A score of at most this much stands for a key that is not seen: its weight is 0, or all weights of its query are alike."""
+"""A score of at most this much hides a key: its weight is 0, unless all scores of its query are such."""
 
 
 def find_attention(program: Program, weights: Collection[int] | None = None) -> Recognised:
-    """Every attention of a program: softmax(q · k) · v, however it is written.
+    """Finds every attention of a program: softmax(q · k) · v, however it is written.
 
     The bodies of calls, of `jax.checkpoint`, loops and conditionals are searched too, and masks followed through them.
 
@@ -1186,7 +1203,7 @@ class _Reader:
     # What is done to scores
 
     def _changes(self) -> tuple[Change, ...]:
-        """The changes of scores in order, without what is added to all keys of a query alike at the end."""
+        """The changes of scores in order, without what is added at the end to all keys of a query alike: softmax drops it."""
         found: list[Change] = []
         last = True
         for raw in reversed(self.mark.raws):
@@ -1232,7 +1249,7 @@ class _Reader:
         return [Added(self._array(raw), raw.how == "sub", self._hides(raw))]
 
     def _hides(self, raw: Raw) -> tuple[Term, ...]:
-        """The rules by which a bias of (1 - x) times a large negative number hides keys, where x is zero or one."""
+        """The terms of the mask that a bias of (1 - x) times a large negative number is, if x is zero or one; else ()."""
         found = scaled_difference(self.values, raw.atom, raw.indices)
         if found is None or not (-found.number if raw.how == "sub" else found.number) <= HIDDEN:
             return ()
@@ -1255,7 +1272,7 @@ class _Reader:
         return Masked(self._terms(factor.condition, factor.indices, not factor.seen), fill, adds=True)
 
     def _zeroed(self) -> list[Change]:
-        """The masks that set exponentials to zero, which must be in their sum too."""
+        """The masks that set exponentials to zero, in numerator and sum alike, unless they also hide the scores."""
         mark: Mark = self.mark
         if all(is_known(self.values, raw, mark.raws) for raw in (*mark.zeroed, *mark.summed)):
             return []
@@ -1266,7 +1283,7 @@ class _Reader:
         return [self._hidden(raw) for raw in mark.zeroed]
 
     def _same(self, a: Raw, b: Raw) -> bool:
-        """Whether a mask of exponentials is that of their sum, which was masked before keys were summed: indices compare."""
+        """Whether two operations on exponentials are the same mask; both come before keys are summed, so indices compare."""
         return (a.how, a.seen, a.indices) == (b.how, b.seen, b.indices) and self.values.same(a.atom, b.atom)
 
     def _hidden(self, raw: Raw) -> Change:

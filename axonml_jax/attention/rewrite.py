@@ -1,4 +1,4 @@
-"""Runs a program with its attentions replaced by a function, such as attention of the library."""
+"""Runs a program with its attentions replaced by a function, such as the library's own attention."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from axonml_jax.program.program import Equation, is_constant, made_by, results_o
 from axonml_jax.program.values import Level, Nested, stays
 
 # --------------------------------------------------------------------------------------------------
-# Running a program with something else in the place of its attentions.
+# Running a program with its attentions replaced.
 # --------------------------------------------------------------------------------------------------
 
 Instead = Callable[[FoundAttention, jax.Array, jax.Array, jax.Array, "Reads"], jax.Array]
@@ -41,7 +41,7 @@ def replaced(
 
     Args:
       found: the program's attentions.
-      instead: what is called for each of them, once for every time that the program traces it.
+      instead: called for each of them, every time that the program is traced.
       attentions: which of them; None: all that may be replaced.
 
     Returns:
@@ -49,7 +49,7 @@ def replaced(
       program is; what only the replaced attentions read is not computed.
 
     Raises:
-      ValueError: for attentions that cannot be replaced.
+      ValueError: naming the attentions that are left as they are, each with the reason.
     """
     chosen = found.replaceable if attentions is None else tuple(attentions)
     if left := [each for each in chosen if each.left]:
@@ -76,7 +76,7 @@ class Reads:
     sizes: Mapping[str, int]
 
     def __call__(self, operand: Operand, *, spread: bool = False) -> Any:
-        """An operand in its layout, of size 1 along dims where it does not change unless it is to be spread."""
+        """An operand in its layout; along dims where it does not change it has size 1, or with `spread` their size."""
         return operand.given(self.value(operand.value), self.sizes, spread=spread)
 
     def at(self, operand: Operand, queries: jax.Array, keys: jax.Array) -> jax.Array:
@@ -84,7 +84,7 @@ class Reads:
         return PositionReader(self.values, self.level, self.value).operand(operand, self.sizes, queries, keys)
 
     def value(self, value: int) -> Any:
-        """Any value by its name, such as a random key; one that nothing else reads is computed here."""
+        """Any value by its number, such as a random key; one that has not been computed is computed here."""
         place = self.values.at(value, self.level)
         assert place is not None, value
         level, number = place
@@ -107,7 +107,7 @@ class _Plan:
         return self.remains.opened
 
     def run(self, level: Level, inputs: Sequence[Any], around: Envs) -> list[Any]:
-        """Runs a level, and returns its results; None for those that nobody reads."""
+        """Runs a level, and returns its results; None for those that nothing reads."""
         program = level.program
         env: dict[int, Any] = dict(program.constants)
         env.update(zip(program.inputs, inputs, strict=True))
@@ -122,7 +122,7 @@ class _Plan:
         return [next(results) if is_live else None for is_live in live]
 
     def _made(self, level: Level, equation: Equation, envs: Envs) -> Sequence[Any] | None:
-        """The results of an equation; None where nobody reads them."""
+        """The results of an equation; None if nothing reads them and it has no effect."""
         made = level.of(equation.outputs)
         if equation in self.opened:
             with equation.op.scope():
@@ -140,7 +140,7 @@ class _Plan:
         return found.out.taken(self.instead(found, q, k, v, reads), found.sizes).astype(found.out.dtype)
 
     def _inside(self, level: Level, equation: Equation, envs: Envs) -> Sequence[Any]:
-        """Runs an equation in whose bodies there are attentions."""
+        """Runs an equation whose bodies have attentions: a scan, while loop, conditional or call."""
         env, bodies = envs[level], self.values.levels[equation]
         given = [atom.val if is_constant(atom) else env.get(atom) for atom in equation.inputs]
         if equation.op.scan is not None:
@@ -148,12 +148,17 @@ class _Plan:
         if equation.op.loop is not None:
             return self._while(equation, bodies[0], given, envs)
         if equation.op.branches:
-            cases = [lambda *values, body=body: self.run(body, values, envs) for body in bodies]
+            live = [self.remains.is_live(value) for value in level.of(equation.outputs)]
+            cases = [lambda *values, body=body: self._live(self.run(body, values, envs), live) for body in bodies]
             return jax.lax.switch(value_of(equation.inputs[0], env), cases, *given[1:])
         call = lambda *values: self.run(bodies[0], values, envs)
         if (view := equation.op.checkpointed) is not None:
             call = jax.checkpoint(call, **view.options)
         return call(*given)
+
+    def _live(self, results: Sequence[Any], live: Sequence[bool]) -> list[Any]:
+        """A branch's results, None for what nobody reads: of these a branch that returns a number would still have it."""
+        return [result if is_live else None for result, is_live in zip(results, live, strict=True)]
 
     def _scan(self, equation: Equation, body: Level, given: Sequence[Any], envs: Envs) -> list[Any]:
         scan, program = equation.op.scan, body.program
@@ -197,8 +202,7 @@ class _Plan:
 
 
 # --------------------------------------------------------------------------------------------------
-# `plain_attention`: a found attention computed as it is told, with all scores at once: the naive version beside the
-# others.
+# `plain_attention`: a found attention computed as written, with all scores at once, as a reference for the others.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -206,7 +210,7 @@ def plain_attention(found: FoundAttention, q: Any, k: Any, v: Any, given: Reads)
     """Computes a found attention with all scores at once: softmax(changes(q · k)) · v.
 
     Args:
-      found: what is done.
+      found: the attention.
       q: [batch, query, heads, size].
       k: [batch, key, kv heads, size].
       v: [batch, key, kv heads, value].

@@ -1,6 +1,7 @@
 """`python -m axonml_jax.compat`: runs every canary on the JAX that is installed, on two simulated CPU devices.
 
-Run it when a new JAX comes out. One line per canary, and what was found and would go wrong where one fails; exit status 1 then.
+Run it when a new JAX comes out. It prints one line per canary; for one that fails, what was found and what would go wrong, and
+the exit status is 1.
 """
 
 import os

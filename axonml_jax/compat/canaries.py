@@ -63,13 +63,13 @@ class CanaryError(RuntimeError):
 
 @dataclass(frozen=True)
 class Canary:
-    """One assumption about JAX that it does not promise, and whose failure nothing else would tell.
+    """One assumption about JAX that it does not promise, and whose failure nothing else would report.
 
     Attributes:
       name: what is assumed, in a few words.
       relies: what the library relies on, a sentence.
       otherwise: what would silently go wrong, a sentence.
-      probe: tries it; raises `CanaryError` with what was found (`expect`), or fails in another way.
+      probe: tries it; raises `CanaryError` with what was found (`expect`), or another error.
     """
 
     name: str
@@ -101,7 +101,7 @@ def expect(holds: bool, found: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Tracing over a mesh of two ranks that needs no devices: where most canaries sing.
+# Tracing over an abstract mesh of two ranks, which needs no devices; most canaries use it.
 # --------------------------------------------------------------------------------------------------
 
 AXIS = "canary"
@@ -147,7 +147,7 @@ _BLOCK, _HEAD_SIZE = 128, 8
 
 
 def _pieces() -> None:
-    """Attention of queries at 3, 5, 7, ... over keys 0 to 127 and 128 to 255, in two pieces, is that in one."""
+    """Checks attention of queries at 3, 5, 7, ... in two pieces, of keys 0 to 127 and 128 to 255, against plain attention."""
     rng = np.random.default_rng(0)
     q, k, v, grad = (rng.normal(size=(1, 1, n * _BLOCK, _HEAD_SIZE)).astype("float32") for n in (1, 2, 2, 1))
     at = 3 + 2 * np.arange(_BLOCK, dtype="int32")
@@ -237,7 +237,7 @@ _SECOND = 1000
 
 @contextmanager
 def _alone() -> Iterator[CoordinatorClient]:
-    """A client of a coordinator of one process."""
+    """Yields a client of a coordinator of one process."""
     from jax._src import distributed
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
@@ -443,7 +443,7 @@ RANDOM_ELEMENTS_CANARIES = (
 
 
 # --------------------------------------------------------------------------------------------------
-# Canaries about `compat/order.py`: what a backward does again.
+# Canaries about `compat/order.py`: what a backward recomputes.
 # --------------------------------------------------------------------------------------------------
 
 _EXPENSIVE = frozenset(
@@ -465,7 +465,7 @@ def _model(w: Any, x: Any) -> Any:
 
 
 def _asked() -> dict[str, Saveable]:
-    """The results that a policy is asked about, by primitive."""
+    """By primitive, the first result that a policy is asked about."""
     asked: dict[str, Saveable] = {}
 
     def saves(result: Saveable) -> bool:
@@ -1270,9 +1270,9 @@ TYPED_CANARIES = (
 
 
 def require_types(check_vma: bool) -> None:
-    """Try the canary of a mode once per process, before types are relied on; it takes some thousandths of a second.
+    """Tries the canary of a mode once per process, before types are relied on; it takes some milliseconds.
 
-    Where a mesh surrounds this code it waits for a call where none does: JAX takes no second mesh there.
+    Under a mesh it does nothing, as JAX takes no second mesh there; a later call without one tries it.
 
     Raises:
       CanaryError: when the JAX that is installed tells varying types in another way.
@@ -1287,7 +1287,7 @@ def _once(check_vma: bool) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Canaries about `compat/order.py`: without it collectives of simulated devices mix up, or never end.
+# Canaries about waiting (`compat/order.py`), without which collectives of simulated devices mix up or never end.
 # --------------------------------------------------------------------------------------------------
 
 

@@ -22,8 +22,7 @@ from axonml_jax.compat.order import under_mesh
 from axonml_jax.compat.varying_types import varying_alike, varying_axes
 
 # --------------------------------------------------------------------------------------------------
-# Traced programs as JAX keeps them: jaxprs, open or closed, in every supported version; only this folder looks into
-# one.
+# Traced programs as JAX keeps them: jaxprs, open or closed, in every supported version; only this folder reads one.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -56,27 +55,27 @@ class Opened(NamedTuple):
 
 
 def trace(fun: Callable[..., PyTree], *args: PyTree) -> Traced:
-    """Trace `fun` on `args` (arrays or tracers), under whatever mesh axes are bound around the call."""
+    """Traces `fun` on `args` (arrays or tracers), under the mesh axes that are bound around the call."""
     jaxpr, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
     return Traced(jaxpr, jax.tree.structure(shape))
 
 
 def traced_with(value: Any, tree: PyTree) -> bool:
-    """Whether a value may depend on the arrays of a tree, told by the class of JAX's tracers.
+    """Whether a value may depend on the arrays of a tree, judged by the class of tracers; True for a tree without arrays.
 
-    Where not, it does not depend on them in a trace that differentiates by them.
+    If False, the value does not depend on them in a trace that differentiates by them.
     """
     leaves = jax.tree.leaves(tree)
     return not leaves or any(type(value) is type(leaf) for leaf in leaves)
 
 
 def is_jaxpr(value: Any) -> bool:
-    """Whether a value is a jaxpr, open or closed (JAX 0.12 made one type of both), or has one, as a traced `jax.jit`."""
+    """Whether a value is a jaxpr, open or closed (one type since JAX 0.12), or has one as `jaxpr`, as a traced `jax.jit`."""
     return isinstance(_inner(value), Jaxpr)
 
 
 def jaxprs_among(params: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The jaxprs among an equation's parameters, as they are there: closed ones stay closed."""
+    """The jaxprs among an equation's parameters, and in tuples among them; closed ones stay closed."""
     found = []
     for value in params.values():
         if isinstance(value, (ClosedJaxpr, Jaxpr)):
@@ -94,7 +93,7 @@ def opened(jaxpr: Any) -> Opened:
 
 
 def constants_within(jaxpr: Any) -> list[Any]:
-    """The constants of a closed jaxpr, and of those that it calls."""
+    """The constants of a closed jaxpr, and of all jaxprs inside its equations."""
     found, known, within = [], set(), [jaxpr]
     while within:
         each = within.pop()
@@ -182,7 +181,7 @@ class Checkpointed(NamedTuple):
 
 
 class Mapped(NamedTuple):
-    """A `shard_map`: its jaxpr, the sizes of its mesh's axes, those that it makes manual, and all but the function itself."""
+    """A `shard_map`: its jaxpr, the sizes of its mesh's axes, the axes that it makes manual, and its other arguments."""
 
     body: Any
     axis_sizes: Mapping[str, int]
@@ -191,7 +190,7 @@ class Mapped(NamedTuple):
 
 
 class Contraction(NamedTuple):
-    """The dims of a product's two operands that are summed over, and those that are paired."""
+    """The dims of a product's two operands that are contracted, and those that are batched."""
 
     contracted: tuple[tuple[int, ...], tuple[int, ...]]
     batched: tuple[tuple[int, ...], tuple[int, ...]]
@@ -209,7 +208,7 @@ class Operation:
 
     Attributes:
       name: the primitive's.
-      operands: what it reads: variables and literals.
+      operands: the variables and literals that it reads.
       results: the variables that it defines.
     """
 
@@ -351,11 +350,11 @@ class Operation:
     # Running it
 
     def bind(self, values: Sequence[Any], **changed: Any) -> list[Any]:
-        """Run it on `values`, with some parameters changed, keeping its source line and name scopes; returns its results."""
+        """Runs it on `values`, with some parameters changed, keeping its source line and name scopes; returns its results."""
         return self._bound(values, changed, contextlib.nullcontext())
 
     def bind_here(self, values: Sequence[Any], **changed: Any) -> list[Any]:
-        """`bind` under the mesh around the call, where it was traced under another."""
+        """Runs it as `bind` does, but under the mesh around the call instead of the one that it was traced under."""
         return self._bound(values, changed, under_mesh(get_abstract_mesh()))
 
     def _bound(
@@ -364,7 +363,7 @@ class Operation:
         primitive = self.eqn.primitive
         if not self.bodies or self.name.startswith("scatter"):  # whose body joins two numbers
             values = varying_alike(values, self.given)
-        if self.name == "pvary":  # of what varies over more axes than when it was traced
+        if self.name == "pvary":  # the value may vary over more axes than when it was traced
             changed = {"axes": tuple(axis for axis in self.options["axes"] if axis not in varying_axes(values[0]))}
             if not changed["axes"]:
                 return list(values)
@@ -377,7 +376,7 @@ class Operation:
         return list(results) if primitive.multiple_results else [results]
 
     def bind_in_backward(self, values: Sequence[Any]) -> list[Any]:
-        """Run a call under `jax.checkpoint` as one that computes again in a backward; returns its results."""
+        """Runs a call under `jax.checkpoint` as one that recomputes in a backward; returns its results."""
         return self.bind(values, differentiated=True)
 
     def scope(self) -> Any:
@@ -413,16 +412,16 @@ class Operation:
 
 
 def function_of(op: Operation) -> str:
-    """The name of a called function that has its own VJP; "" for all other equations."""
+    """The name of the function that a `custom_vjp` call runs; "" for all other equations."""
     return _inner(op.call).debug_info.func_name if op.name == "custom_vjp_call" and op.call is not None else ""
 
 
 # --------------------------------------------------------------------------------------------------
-# Equations written in the place of others inside a traced program, wherever they are; nothing is traced anew.
+# Rewriting: equations of a traced program, in its bodies too, are replaced by others without tracing again.
 # --------------------------------------------------------------------------------------------------
 
 At = Callable[[Operation, "Reader", "Writer"], bool]
-"""`at(operation, reader, writer)`: whether the writer has written something that gives the operation's result."""
+"""`at(operation, reader, writer)`: True if it has written equations that give the operation's result; False: it stays."""
 
 Reader = Callable[[], Operation | None]
 """`reader()`: the one operation that reads the result; None: several do, or it is returned."""
@@ -472,8 +471,8 @@ def rewritten(jaxpr: Any, at: At, *, where: Callable[[Operation], bool]) -> Any:
 
     Args:
       jaxpr: what `trace` returns.
-      at: asked at every equation that has one result and no body.
-      where: whether equations in the bodies of one are asked about too, of loops, branches, calls and `shard_map`s.
+      at: called for every equation that has one result and no body.
+      where: whether to rewrite the bodies of an equation too: of loops, branches, calls and `shard_map`s.
     """
     return _Rewriting(at, where).of(jaxpr)
 

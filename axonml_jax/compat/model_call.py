@@ -1,4 +1,4 @@
-"""A primitive that stands for a call of the model in a traced loss, of which only the shapes are known."""
+"""A primitive that stands for a call of the model in a traced loss; only the shapes of its results are known."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,9 +20,9 @@ def model_call(number: int, arrays: Sequence[Any], made: Sequence[Any]) -> list[
     """Binds the primitive, and returns stand-ins for the results of a call.
 
     Args:
-      number: tells it from the trace's other calls.
+      number: the number of the call, different for every call of a trace.
       arrays: its operands.
-      made: the abstract values of its results; varying types are left out.
+      made: the abstract values of its results, whose varying types are dropped.
 
     Raises:
       Transformed: under `jax.grad`, `jax.vmap` and the like, inside of the trace.

@@ -32,7 +32,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 # --------------------------------------------------------------------------------------------------
-# What surrounds the code that is being traced: its trace, JAX's settings, the mesh axes that are bound, the platform.
+# The surroundings of code that is being traced: its trace, JAX's settings, the bound mesh axes, the platform.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -50,9 +50,9 @@ def is_traced_around() -> bool:
 
 
 def trace_settings() -> Hashable:
-    """JAX's settings in this thread on which a traced program depends, as one key, such as the precision of products.
+    """A key of JAX's settings in this thread on which a traced program depends, such as the precision of products.
 
-    `jax.jit` traces anew where they differ; so must whoever keeps what was traced.
+    `jax.jit` traces anew where the key differs; a cache of traced programs must have it in its key too.
     """
     return trace_context()
 
@@ -60,18 +60,18 @@ def trace_settings() -> Hashable:
 def manual_axes() -> frozenset[str]:
     """The mesh axes over which the code being traced runs inside `shard_map`.
 
-    Axes that `shard_map` leaves to the partitioner are none of them, nor is an axis that only `vmap` names.
+    They include neither axes that `shard_map` leaves to the partitioner, nor an axis that only `vmap` names.
     """
     return frozenset(mesh_around().manual_axes)
 
 
 def typed_axes() -> frozenset[str]:
-    """The axes of `manual_axes` over which values can vary: none where the user's axes stand in the place of ours."""
+    """The axes of `manual_axes` over which values can be typed as varying; none inside `standing_for`."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def mesh_around() -> AbstractMesh:
-    """The mesh of the `shard_map` around this code, even where its code sees the user's axes in its place; else JAX's."""
+    """The mesh of the `shard_map` around this code, even inside `standing_for`; outside of one JAX's current mesh."""
     return jax.sharding.get_abstract_mesh() if _REAL.value is None else _REAL.value
 
 
@@ -87,10 +87,10 @@ def platform_around(mesh: Mesh | None = None) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# The user's meshes. The library's programs name their own mesh, and JAX refuses that under another that the user has set.
+# The user's meshes. The library's programs name their own mesh, which JAX refuses under another that the user has set.
 #
-# Code inside of them runs on one device: the mesh that it sees is the user's with every degree 1, where whatever it says
-# of placement is legal and means nothing (`parallel/users_mesh.py`).
+# The user's code inside these programs runs as on one device: the mesh that it sees is the user's with every degree 1,
+# where placements are legal and have no effect (`parallel/users_mesh.py`).
 # --------------------------------------------------------------------------------------------------
 
 _USERS: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("users_mesh", default=None)
@@ -100,10 +100,9 @@ _EMPTY = AbstractMesh((), ())
 
 
 class no_mesh_around:  # as contexts of JAX's are written
-    """Context, or decorator, in which no mesh of the user's is set (`jax.set_mesh`); public entries have it.
+    """Context, or decorator, in which no mesh of the user's is set (`jax.set_mesh`); public entries run in it.
 
-    It costs a look where none is set. Inside of a trace it does nothing. What it took away is there again behind it, and in
-    `users_mesh_again`.
+    Inside a trace it does nothing. The mesh is set again at its end, and inside it in `users_mesh_again`.
     """
 
     __slots__ = ("left", "token")
@@ -133,13 +132,13 @@ class no_mesh_around:  # as contexts of JAX's are written
 
 
 def users_mesh_again() -> Any:
-    """A context in which the mesh is set that `no_mesh_around` took away: for the user's own code that an entry calls."""
+    """A context in which the mesh that `no_mesh_around` unset is set again, for the user's code that an entry calls."""
     mesh = _USERS.get()
     return contextlib.nullcontext() if mesh is None or is_traced_around() else jax.set_mesh(mesh)
 
 
 def under_users_mesh(values: Iterable[Any]) -> Iterator[Any]:
-    """Yields the same values, each of which is made under the mesh that the user has set."""
+    """Yields an iterable's values, each made under the mesh that the user has set, as the iterable is the user's code."""
     found = iter(values)
     while True:
         with users_mesh_again():
@@ -151,10 +150,10 @@ def under_users_mesh(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def handed_back(tree: T) -> T:
-    """Gives arrays the shardings of the user's own mesh, if it has Explicit axes: JAX computes with no others there.
+    """Gives arrays shardings on the user's own mesh, if it has Explicit axes: under it JAX computes with no others.
 
-    Nothing is moved. What lies on the devices of his mesh is told in its names; what is spread over them otherwise stays as it
-    is, until `jax.device_put(x, PartitionSpec(...))`.
+    Nothing is moved. Arrays on a mesh of the same devices in the same shape, and replicated ones, get the names of the user's
+    mesh; others keep their shardings, until the user calls `jax.device_put(x, PartitionSpec(...))`.
     """
     mesh = _USERS.get()
     if mesh is None or AxisType.Explicit not in mesh.axis_types:
@@ -163,7 +162,7 @@ def handed_back(tree: T) -> T:
 
 
 def taken_in(tree: T) -> T:
-    """The inverse of `handed_back`: arrays on a mesh with Explicit axes become arrays on one with Auto axes."""
+    """Gives arrays on a mesh with Explicit axes shardings on the same mesh with Auto axes; the inverse of `handed_back`."""
     auto = lambda mesh: Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     explicit = lambda leaf: (
         isinstance(lies := getattr(leaf, "sharding", None), NamedSharding)
@@ -173,7 +172,7 @@ def taken_in(tree: T) -> T:
 
 
 def _told(leaf: Any, mesh: Mesh) -> Any:
-    """The same array with its sharding in the names of another mesh of the same devices; unchanged where that cannot be."""
+    """The same array with a sharding on another mesh of the same devices; unchanged where the sharding has no name there."""
     lies = leaf.sharding
     if not isinstance(lies, NamedSharding) or isinstance(leaf, Tracer):
         return leaf
@@ -198,12 +197,12 @@ def meshes_around() -> tuple[AbstractMesh, ...]:
 
 
 def placements_read() -> Any:
-    """A context in which traced code may place arrays over the user's axes, for `users_meshes`."""
+    """A context that notes the meshes around it (`meshes_around`), for `users_meshes` inside traced code."""
     return _PLACED(meshes_around())
 
 
 def users_meshes() -> tuple[AbstractMesh, ...] | None:
-    """The meshes that were set around `placements_read`, inside of it; elsewhere None."""
+    """The meshes that were set around `placements_read`, if this code runs inside it; else None."""
     return _PLACED.value
 
 
@@ -232,7 +231,7 @@ _REFUSALS = re.compile(
     "|set a mesh via|`Manual` AxisType|requires a non-empty mesh|auto mesh context or metadata is required"
     "|with_sharding_constraint"
 )
-"""Words of JAX's and Flax's errors that refuse placements; tracebacks lack their frames. A canary tries every spelling."""
+"""Matches messages of JAX and Flax that refuse placements: tracebacks lack their frames. A canary tries several spellings."""
 
 
 def refuses_placement(error: BaseException) -> bool:
@@ -241,7 +240,7 @@ def refuses_placement(error: BaseException) -> bool:
 
 
 def axis_not_found(error: BaseException) -> str | None:
-    """The mesh axis that JAX names as one that no mesh has; None: it says something else."""
+    """The mesh axis that JAX's error says is not in the mesh; None for other errors."""
     found = re.search(r"Resource axis: (\S+) of .* is not found in mesh", str(error))
     return found[1] if found else None
 
@@ -253,8 +252,7 @@ def callers_line(error: BaseException) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Order without data flow: values that are there only when others are, and that no compiler pass may merge or hoist
-# across.
+# Order without data flow: values that are available only when others are; no compiler pass may merge or hoist across.
 #
 # A barrier changes no value. XLA's schedulers and its search for common subexpressions respect it, on CPU with
 # `versions.CPU_BARRIER_OPTIONS`.
@@ -269,7 +267,7 @@ BARRIER = "optimization_barrier"
 
 
 def together(values: T) -> T:
-    """Ties values by a barrier: none is there before all are.
+    """Ties values by a barrier: none is available before all are.
 
     Args:
       values: a pytree of arrays without typed random keys, which have no barrier.
@@ -280,7 +278,8 @@ def together(values: T) -> T:
 def together_as_typed(values: Sequence[Any]) -> list[Any]:
     """`together` for arrays that may vary over different axes; each keeps its type.
 
-    Where a barrier types all of its results alike (before jax 0.11) there is one for each type.
+    Before jax 0.11, whose barriers type all results alike, it makes one barrier for each type, so that values of different
+    types are not tied.
     """
     if not BARRIERS_JOIN_TYPES:
         return list(together(list(values)))
@@ -293,7 +292,7 @@ def together_as_typed(values: Sequence[Any]) -> list[Any]:
 
 
 def after(value: T, others: Any) -> T:
-    """Ties `value` to `others` by a barrier: it is not there before them, and they stay in the program for it.
+    """Ties `value` to `others` by a barrier: it is not available before them, and they are not removed as dead code.
 
     Args:
       value: a pytree of arrays without typed random keys.
@@ -306,8 +305,8 @@ def after(value: T, others: Any) -> T:
 # Which results `jax.checkpoint` keeps, decided by a function that is asked about every operation.
 #
 # JAX documents policies that go by names and is retiring callables, whose protocol is `policy(prim, *avals, **params)`.
-# They are the only way to what lies inside custom gradients, where no name can be given. Under `jax_remat3` JAX asks
-# about products and little else, and recomputes all the rest, collectives too: a canary sings.
+# They alone reach what lies inside custom gradients, where no name can be given. Under `jax_remat3` JAX asks about
+# products and little else, and recomputes all the rest, collectives too: a canary fails.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -317,7 +316,7 @@ def policies_are_asked() -> bool:
 
 
 def require_policies() -> None:
-    """Refuse a policy of this kind where JAX does not ask it about every operation.
+    """Refuses policies that are functions where JAX does not ask them about every operation.
 
     Raises:
       ValueError: with the remedy.
@@ -331,7 +330,7 @@ def require_policies() -> None:
 
 
 def partitions_by_shardy() -> bool:
-    """Whether XLA partitions by Shardy, as is JAX's default, and not by GSPMD, which newer ones will not have."""
+    """Whether XLA partitions by Shardy, JAX's default, and not by GSPMD, which newer versions drop."""
     return getattr(jax.config, "jax_use_shardy_partitioner", True)
 
 
@@ -396,21 +395,21 @@ class SaveWhere:
     saves: Callable[[Saveable], bool | Offloadable]
 
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
-        """JAX's protocol, typed as if the answer were a truth value always."""
+        """JAX's protocol of policies: whether to save, or an `Offloadable`."""
         return self.saves(Saveable(prim.name, avals, params))
 
 
 TO_HOST = Offloadable(src="device", dst="pinned_host")
-"""A policy's answer: the result is sent to the host's memory, and back for the backward. XLA:CPU drops both copies."""
+"""A policy's answer that sends a result to the host's memory, and back for the backward. XLA:CPU drops both copies."""
 
 
 @dataclass(frozen=True)
 class TellsHost:
-    """A policy for `jax.checkpoint` that tells of every result that it sends to another memory.
+    """Wraps a policy for `jax.checkpoint` so that `told` is called for every result that it offloads.
 
     Args:
       policy: a policy of JAX's, or the user's.
-      told: is called with the name of the result or of its operation; it may refuse by an error.
+      told: called with the name of the result, or of its operation; it may refuse by raising an error.
     """
 
     policy: Callable[..., Any]
@@ -425,7 +424,7 @@ class TellsHost:
 
 
 # --------------------------------------------------------------------------------------------------
-# Whether a thread traces or compiles, told by the files that its calls are in.
+# Whether a thread traces or compiles, from the files of the calls on its stack.
 # --------------------------------------------------------------------------------------------------
 
 _FOLDER = os.path.join(os.path.dirname(jax.__file__), "_src")
@@ -436,9 +435,9 @@ _FILES = tuple(
 
 
 def is_compiling(files: Iterable[str]) -> bool:
-    """Whether a thread traces, lowers or compiles a program, told by the files of its calls.
+    """Whether a thread traces, lowers or compiles a program, from the files of the calls on its stack.
 
-    While a compiled program runs, none of them is among the calls.
+    While a compiled program runs, none of JAX's files for that is on the stack.
     """
     return any(file in _FILES for file in files)
 
@@ -449,13 +448,16 @@ def is_compiling(files: Iterable[str]) -> bool:
 
 
 def can_draw_elements(key: jax.Array) -> bool:
-    """Whether `bernoulli_at` knows this key's generator: threefry, of which bits of an element depend on its index alone."""
+    """Whether `bernoulli_at` supports this key: threefry under `jax_threefry_partitionable`, whose bits follow from an index.
+
+    It does not support keys of rows (`compat/row_keys.py`).
+    """
     threefry = not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or "threefry" in str(jax.random.key_impl(key))
     return threefry and jax.config.jax_threefry_partitionable
 
 
 def bernoulli_at(key: jax.Array, rate: float, high: jax.Array, low: jax.Array) -> jax.Array:
-    """`jax.random.bernoulli(key, rate, shape).ravel()[index]` for elements of given indices.
+    """Computes `jax.random.bernoulli(key, rate, shape).ravel()[index]` without drawing the whole.
 
     Args:
       key: one key, typed or of two uint32.
@@ -487,7 +489,8 @@ def _uniform(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
 # --------------------------------------------------------------------------------------------------
 # Random streams that Linen modules ask for and do not have.
 #
-# Flax tells nobody: `Scope.has_rng`, which `make_rng` asks too, says no, and `make_rng` takes the stream "params".
+# Flax does not report them: `Scope.has_rng`, which `make_rng` calls too, returns False, and `make_rng` takes the stream
+# "params".
 # --------------------------------------------------------------------------------------------------
 
 _LACKED: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("lacked", default=None)
@@ -518,7 +521,7 @@ Scope.has_rng = _noting(Scope.has_rng)  # pyright: ignore[reportAttributeAccessI
 
 
 # --------------------------------------------------------------------------------------------------
-# `jax.vjp` split in two: a forward that keeps activations but no weights, and a backward that is handed weights again.
+# `jax.vjp` split in two: a forward that keeps activations but no weights, and a backward that is given weights again.
 #
 # This is the trick under ZeRO-3 and the pipeline (docs/adr/0006): the backward re-reads weights without recomputing the
 # forward. `jax.vjp` returns a pytree whose leaves are its residuals; those that *are* a value the caller can provide
@@ -548,7 +551,7 @@ class Saved:
 
 
 def vjp_without(fun: Callable, args: Sequence[Any], provided: Sequence[Any]) -> tuple[Any, Any, Saved]:
-    """`jax.vjp(fun, *args, has_aux=True)`, keeping no residual that is one of `provided`, and no array twice.
+    """Computes `jax.vjp(fun, *args, has_aux=True)`, keeping no residual that is one of `provided`, and no array twice.
 
     Args:
       fun: a function of `args` that returns (outputs, what has no gradient).
@@ -556,7 +559,8 @@ def vjp_without(fun: Callable, args: Sequence[Any], provided: Sequence[Any]) -> 
       provided: values used by `fun` (arguments or closed over) that the backward will have again, such as gathered weights.
 
     Returns:
-      Both results of `fun`, and what to keep; `saved.restore(provided_again)(cotangents)` gives the cotangents of `args`.
+      Both results of `fun`, and the `Saved` residuals; `saved.restore(provided_again)(cotangents)` gives the cotangents of
+      `args`.
     """
     out, vjp, aux = jax.vjp(fun, *args, has_aux=True)
     leaves, treedef = jax.tree.flatten(vjp)
@@ -572,8 +576,8 @@ def vjp_without(fun: Callable, args: Sequence[Any], provided: Sequence[Any]) -> 
 # --------------------------------------------------------------------------------------------------
 # Order that XLA:CPU keeps when it runs a program: a value that is computed from others, although they do not change it.
 #
-# XLA:CPU runs what is independent at the same time, and what it compiled knows barriers no more: only reading another
-# operation's result makes an operation wait for it. Collectives start in the program's order, but a loop with
+# XLA:CPU runs independent operations at the same time, and its compiled programs have no barriers: an operation waits for
+# another one only if it reads its result. Collectives start in the program's order, but a loop with
 # collectives inside counts as started with its first one. So a collective that is independent of an earlier loop meets
 # the loop's own ones on other devices: wrong numbers, a hang, or an abort, in jax 0.10 to 0.12 (`program/on_cpu.py` is
 # the remedy).
@@ -589,7 +593,7 @@ def can_wait(value: Any) -> bool:
 
 
 def waiting(value: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
-    """Makes `value` wait for `others` on XLA:CPU, bit for bit and of the same type, for one more pass over it.
+    """Makes `value` wait for `others` on XLA:CPU; returns it unchanged, at the cost of one more pass over it.
 
     Args:
       value: any array that `can_wait`.
@@ -599,7 +603,7 @@ def waiting(value: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
 
 
 def _selected(value: jax.Array, *others: jax.Array) -> jax.Array:
-    """`value`, chosen by a condition that always holds, which no compiler pass knows."""
+    """`value`, selected by a condition on `others` that always holds, which no compiler pass can tell."""
     total = sum((_bits(other) for other in others), jnp.uint32(0))
     even = (total * (total + 1)) & 1 == 0  # one of two neighbours is
     return jnp.where(even, value, ~value if value.dtype == bool else value + jnp.ones((), value.dtype))
@@ -642,8 +646,8 @@ _CONSTRAINTS = frozenset(("sdy.sharding_constraint", "stablehlo.custom_call"))  
 def reduce_without_constraints() -> None:
     """Makes JAX lower reductions over ranks without sharding constraints on the two scalars that they reduce.
 
-    It holds in the whole process, for the user's own reductions and those of gradients too; once is enough, and again changes
-    nothing. Programs for other platforms are lowered as ever.
+    It replaces JAX's lowering rules in the whole process, for the user's own reductions too; calling it again changes nothing.
+    Programs for platforms other than CPU are lowered as before.
     """
     for name in REDUCTIONS:
         primitive = getattr(parallel, name)
@@ -659,7 +663,7 @@ def _rule_of(primitive: Any) -> Callable[..., Any]:
 
 
 def _unconstrained(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """A rule that lowers as `rule`, JAX's own, and takes constraints out of what it wrote."""
+    """A lowering rule that calls `rule`, JAX's own, and removes constraints from the reductions that it wrote, on CPU."""
 
     def lowered(ctx: Any, *args: Any, **params: Any) -> Any:
         results = rule(ctx, *args, **params)

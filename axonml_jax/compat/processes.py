@@ -21,7 +21,7 @@ _TASK = re.compile(r"\b[Tt]ask[ :](\d+)")
 
 
 class CoordinatorClient(Protocol):
-    """The coordinator's client, as far as it is used; failures raise `jax.errors.JaxRuntimeError`, times are milliseconds."""
+    """Protocol of the coordinator's client, as far as it is used; failures raise `jax.errors.JaxRuntimeError`."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
         """Sets a key; one that is set already only with `allow_overwrite`."""
@@ -36,7 +36,7 @@ class CoordinatorClient(Protocol):
         ...
 
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
-        """Waits until a key is set, and returns its value."""
+        """Waits until a key is set, for at most the timeout in milliseconds, and returns its value."""
         ...
 
     def key_value_delete(self, key: str) -> None:
@@ -44,12 +44,12 @@ class CoordinatorClient(Protocol):
         ...
 
     def wait_at_barrier(self, barrier_id: str, timeout_in_ms: int, process_ids: Sequence[int] | None = None) -> None:
-        """Waits until these processes, or all, have come here; a name is good for one barrier."""
+        """Waits until these processes, or all, have called it; a name (`barrier_id`) can be used once. Milliseconds."""
         ...
 
 
 def lost_processes(error: BaseException) -> list[int]:
-    """The processes that JAX names when it fails because some have gone; none where it names nobody, as at a timeout.
+    """The processes that JAX names as lost in an error; empty where it names none, as at a timeout.
 
     >>> lost_processes(RuntimeError("UNAVAILABLE: Task 1 heartbeat timeout. This indicates that the remote task has failed"))
     [1]
@@ -59,7 +59,7 @@ def lost_processes(error: BaseException) -> list[int]:
 
 
 def coordinator_client() -> CoordinatorClient:
-    """This process's client of the coordinator."""
+    """This process's client of the coordinator; only after `jax.distributed` has started."""
     # jax.distributed has no public handle to its key-value store and barriers; Orbax reads the same attribute.
     from jax._src import distributed
 
@@ -69,21 +69,22 @@ def coordinator_client() -> CoordinatorClient:
 
 
 def joined_as() -> tuple[int, int]:
-    """This process's number and the number of processes, as it was joined; no backend is started for it."""
+    """(number of this process, number of processes) as given to `jax.distributed`; starts no backend."""
     from jax._src import distributed
 
     return distributed.global_state.process_id, distributed.global_state.num_processes
 
 
 def cloud_tpu_place(environ: Mapping[str, str], timeout: float) -> tuple[str, int, int] | None:
-    """Process 0's address, the number of processes and this one's, from the metadata of Google's cloud.
+    """(address of process 0, number of processes, number of this one) from the metadata of Google's cloud.
 
     Args:
       environ: environment variables.
       timeout: seconds to wait until the name of process 0's machine resolves.
 
     Returns:
-      None where this is no virtual machine with TPUs, where they are of this machine alone, and where nobody answers.
+      None where this is no virtual machine with TPUs, where the TPUs are of this machine alone, and where the metadata server
+      does not answer or `TPU_SKIP_MDS_QUERY` is set.
     """
     # JAX looks for the chips when it is imported, and only its own detection knows how to ask the metadata.
     from jax._src import cloud_tpu_init
@@ -97,21 +98,21 @@ def cloud_tpu_place(environ: Mapping[str, str], timeout: float) -> tuple[str, in
         address = GceTpuCluster.get_coordinator_address(round(timeout), environ.get("JAX_COORDINATOR_PORT"))
         return address, count, GceTpuCluster.get_process_id()
     except (ImportError, OSError):
-        # No `requests`, no metadata: that devices are of several processes is seen at their start.
+        # No `requests`, or no metadata. Devices of several processes are then noticed when the backend starts (`sees_others`).
         return None
 
 
 # --------------------------------------------------------------------------------------------------
-# Compiled programs on the CPU that every process of a job keeps, where JAX has process 0 alone keep them.
+# The persistent cache of compiled programs on the CPU: every process writes to it, where JAX lets process 0 alone write.
 # --------------------------------------------------------------------------------------------------
 
 
 def keep_in_every_process() -> None:
-    """Have JAX's persistent cache take what any process compiles for the CPU, not what process 0 compiles alone.
+    """Makes every process write what it compiles for the CPU to JAX's persistent cache.
 
-    JAX lets process 0 write, for all. But the key of a program on the CPU holds which devices are the process's own, so the
-    others never find what process 0 has written, and compile everything anew whenever they start. On other platforms, where
-    keys agree, process 0 goes on to write alone.
+    JAX lets process 0 write for all. But a program's key on the CPU depends on which devices are the process's own, so the
+    others never find what process 0 has written, and compile everything anew at every start. On other platforms, where keys
+    agree, process 0 still writes alone.
     """
     from jax._src import compiler
 
@@ -139,7 +140,7 @@ class _Write:
 
 
 # --------------------------------------------------------------------------------------------------
-# How JAX starts its devices: whether it has, and where gloo, which connects CPU processes, listens.
+# Whether JAX has started its devices, and where gloo, which connects CPU processes, listens.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -152,7 +153,7 @@ def backend_started() -> bool:
 
 
 def sees_others() -> bool:
-    """Whether JAX has started with the devices of several processes, as a slice of TPUs may without a coordinator."""
+    """Whether JAX has started with devices of several processes, which a slice of TPUs may have without a coordinator."""
     import jax
 
     return backend_started() and jax.process_count() > 1
@@ -169,7 +170,7 @@ def only_cpu() -> bool:
 
 
 def let_gloo_listen_on(**where: str) -> None:
-    """Choose where gloo listens. Call it before JAX's devices start; the last call counts.
+    """Chooses where gloo listens. Call it before JAX's devices start; a call replaces earlier ones.
 
     Args:
       **where: `interface`, a network interface's name, or `hostname`, an address of this machine.
@@ -183,15 +184,15 @@ def let_gloo_listen_on(**where: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The end of a process by SystemExit, of which Python tells nobody: neither `sys.excepthook` nor `atexit` knows the status.
+# The status of a process that ends by SystemExit, which neither `sys.excepthook` nor `atexit` is given.
 # --------------------------------------------------------------------------------------------------
 
 
 def when_exiting(tell: Callable[[Any], None]) -> None:
-    """Call `tell` with the `code` of a SystemExit that nobody catches, whoever raises it, before any function of `atexit` runs.
+    """Calls `tell` with the `code` of a SystemExit that nobody catches, before any function of `atexit` runs.
 
-    CPython reads `code` when none of a program's frames are left. That attribute's descriptor is replaced in the dict under the
-    type's read-only view. Where an interpreter has another way nothing is changed, and `tell` is not called.
+    CPython reads `code` when no frames of the program are left. This replaces that attribute's descriptor in the dict under the
+    type's read-only view, in the whole process. On interpreters without that dict nothing is changed, and `tell` is not called.
     """
     members: Any = next(iter(gc.get_referents(SystemExit.__dict__)), None)
     own = members.get("code") if isinstance(members, dict) else None

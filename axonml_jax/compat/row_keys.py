@@ -1,8 +1,9 @@
-"""Random keys of a rank's rows: what is drawn with them is this rank's part of what one device draws for the whole batch.
+"""Random keys of a rank's rows: a draw with one is this rank's part of what one device draws for the whole batch.
 
-Such a key holds the words of a plain one and the number of the part. A draw of which a dim is as long as the part has rows is
-that part of the whole draw; every other draw is the same everywhere. JAX's default generator, threefry, makes each number of
-its place alone, so that a part costs a part; with `jax_threefry_partitionable=False` the whole is drawn.
+Such a key holds the words of a plain one and the number of the part. If a dim of a draw's shape has the size of the part's rows
+(the first such dim counts), the draw is that part of the whole draw; every other draw is the same on all ranks. JAX's default
+generator, threefry, computes each number from its place alone, so that a part costs a part; with
+`jax_threefry_partitionable=False` the whole is drawn and sliced.
 """
 
 import functools
@@ -23,7 +24,7 @@ Words = tuple[jax.Array, jax.Array]
 THREEFRY, TAG = "threefry2x32", "rows"
 
 KNOWN = ("random_bits", "random_split", "random_fold_in", "random_seed", "random_wrap", "random_clone")
-"""The primitives of keys whose results are known to be parts, or the same everywhere."""
+"""The primitives of keys whose results are known to be a part of the whole draw, or the same on all ranks."""
 
 
 class Drawn(NamedTuple):
@@ -32,8 +33,8 @@ class Drawn(NamedTuple):
     Attributes:
       name: the name of its primitive.
       shape: the shape of what is drawn by each key; for `random_fold_in` that of its numbers.
-      by_rows: its key is one of rows.
-      line: the user's.
+      by_rows: whether its key, or what it makes, is a key of rows.
+      line: the user's line.
     """
 
     name: str
@@ -48,8 +49,8 @@ def row_key(key: jax.Array, part: Any, rows: int, parts: int) -> jax.Array:
     Args:
       key: the typed key of the whole batch.
       part: the number of the part.
-      rows: how many a part has.
-      parts: how many there are.
+      rows: number of rows of a part.
+      parts: number of parts.
 
     Raises:
       ValueError: for keys of another generator than threefry.
@@ -77,7 +78,7 @@ def rows_of(key: Any) -> int:
 
 @functools.cache
 def _impl(rows: int, parts: int) -> Any:
-    """The random generator of keys of parts: threefry's two words, and the part's number."""
+    """The random generator of keys of rows, whose data are threefry's two words and the part's number."""
     whole = lambda shape, dim: (*shape[:dim], shape[dim] * parts, *shape[dim + 1 :])
     words = lambda key: jax.random.wrap_key_data(key[:2], impl=THREEFRY)
 
@@ -142,7 +143,7 @@ def _at_places(key: jax.Array, shape: Sequence[int], dim: int, parts: int) -> Wo
 
 
 def _times(x: jax.Array, factor: int) -> Words:
-    """The product of numbers below 2**32 and one below 2**64; what is above 64 bits is left out."""
+    """The low 64 bits of the product of numbers below 2**32 and one below 2**64."""
     half, mask = jnp.uint32(16), jnp.uint32(0xFFFF)
     a, b = x >> half, x & mask
     c, d = (jnp.uint32(factor >> 16 & 0xFFFF), jnp.uint32(factor & 0xFFFF))

@@ -1,8 +1,9 @@
-"""JAX's splash attention for TPUs on a piece of a larger attention: positions, blocks and the log-sum-exp come in arrays.
+"""JAX's splash attention for TPUs on a piece of a larger attention: positions, blocks and the log-sum-exp are arrays.
 
-The public kernel takes masks that are NumPy arrays, and its backward knows no other pieces. The programs that it consists of
-(forward, gradient of queries, gradients of keys and values) take both, and are called here: `_splash_attention_forward`,
-`_splash_attention_bwd_dq` and `_splash_attention_bwd_dkv`, of the same arguments in all supported versions.
+The public kernel takes masks that are NumPy arrays, and its backward takes no log-sum-exp of other pieces. The kernels inside
+it (forward, gradient of queries, gradients of keys and values) take both as arrays, and are called here:
+`_splash_attention_forward`, `_splash_attention_bwd_dq` and `_splash_attention_bwd_dkv`, with the same arguments in all
+supported versions.
 """
 
 from collections.abc import Callable
@@ -20,8 +21,8 @@ class SplashCall:
     """The options that all pieces share.
 
     Attributes:
-      rows, columns: the size of a block: how many queries, and how many keys, multiples of 128 that divide them.
-      stride: what the place of a key counts, where that of a query is compared with it.
+      rows, columns: the size of a block: number of queries and of keys, multiples of 128 that divide those of the piece.
+      stride: positions per key: key i is compared as position i * stride.
       before, after: a query at place p sees key i where p - before <= i * stride <= p + after; None: no bound.
       softcap: holds scores between -softcap and softcap.
       interpret: whether Pallas interprets the kernel, on any platform.
@@ -73,9 +74,11 @@ class SplashPiece(NamedTuple):
 
 
 def splash_forward(call: SplashCall, piece: SplashPiece) -> tuple[jax.Array, jax.Array]:
-    """The attention of a piece, [b, n, s, d] in the dtype of q, and the log-sum-exp of its scores, float32 [b, n, s].
+    """Computes the attention of a piece.
 
-    Of a query that sees no key they are 0 and -inf.
+    Returns:
+      The attention, [b, n, s, d] in the dtype of q, and the log-sum-exp of its scores, float32 [b, n, s]; 0 and -inf for a
+      query that sees no key.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
@@ -96,13 +99,13 @@ def splash_forward(call: SplashCall, piece: SplashPiece) -> tuple[jax.Array, jax
 def splash_backward(
     call: SplashCall, piece: SplashPiece, lse: jax.Array, inner: jax.Array, grad: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The piece's contribution to the gradients of q, k and v, in their dtypes, in an attention of any number of pieces.
+    """Returns the piece's contribution to the gradients of q, k and v, in their dtypes, in an attention of several pieces.
 
     Args:
       call, piece: those of `splash_forward`.
-      lse: float32 [b, n, s], of all pieces together.
-      inner: float32 [b, n, s], what queries read of all pieces times its gradient, summed over the head.
-      grad: [b, n, s, d], the gradient of what they read.
+      lse: float32 [b, n, s], the log-sum-exp over all pieces together.
+      inner: float32 [b, n, s], the attention of all pieces times its gradient, summed over d.
+      grad: [b, n, s, d], the gradient of the attention of all pieces.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 

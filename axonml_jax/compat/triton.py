@@ -1,7 +1,7 @@
-"""Pallas's Triton backend: one way to call a kernel over whole arrays, on NVIDIA GPUs or interpreted anywhere.
+"""Pallas's Triton backend: calls a kernel over whole arrays, on NVIDIA GPUs or interpreted anywhere.
 
-JAX has announced that the backend goes (deprecated since 0.11); everything that is known of it stands here, so that another
-one (Mosaic GPU, jax-triton) is a change of this file. A canary fails when it is gone (`python -m axonml_jax.compat`).
+JAX has deprecated the backend since 0.11; only this file uses it, so that moving to another one (Mosaic GPU, jax-triton)
+changes this file alone. A canary fails when it is gone (`python -m axonml_jax.compat`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ _LOG2E = 1.4426950408889634
 def varying_together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Types the arrays as varying over the same manual axes (`check_vma=True`), as a kernel requires of its operands.
 
-    The casts' transposes sum the gradients of parameters: give a custom gradient what comes out of here.
+    The casts' transposes sum the gradients of parameters: call a function with a custom gradient on the arrays returned.
     """
     every = frozenset[str]().union(*map(varying_axes, arrays))
     missing = [tuple(sorted(every - varying_axes(x))) for x in arrays]
@@ -39,17 +39,17 @@ def kernel_call(
     interpret: bool,
     in_place: Mapping[int, int] | None = None,
 ) -> list[jax.Array]:
-    """Run a kernel, which indexes whole arrays by itself.
+    """Runs a kernel that indexes whole arrays itself, and returns its results.
 
     Args:
       kernel: a function of references to the operands and to the results.
       results: the shape and the dtype of each.
-      grid: how many programs run along each of its dims.
+      grid: the number of programs along each dim.
       operands: arrays that vary over the same manual axes; so do the results.
       name: the kernel's name, in profiles.
       warps: the number of warps, of 32 threads, of each program.
       interpret: run it by plain operations, on any platform.
-      in_place: by operand the result that takes its memory.
+      in_place: number of an operand -> number of the result that takes its memory.
     """
     kinds: dict[str, Any] = {}
     if manual_axes():
@@ -75,12 +75,12 @@ def load(ref: Any, places: Any, inside: Any = None, otherwise: float = 0.0) -> j
 
 
 def store(ref: Any, places: Any, value: jax.Array, inside: Any = None) -> None:
-    """Write elements of a result, in its dtype, where `inside` is True."""
+    """Writes elements of a result, in its dtype, where `inside` is True; None: everywhere."""
     backend.store(ref.at[places], value.astype(ref.dtype), mask=inside)
 
 
 def tanh(x: jax.Array, interpret: bool) -> jax.Array:
-    """The hardware's hyperbolic tangent: its error is at most 2^-11, finer than a 16-bit result."""
+    """The hardware's hyperbolic tangent, with an error of at most 2^-11, below bfloat16's rounding; exact if interpreted."""
     return jnp.tanh(x) if interpret else backend.approx_tanh(x)
 
 

@@ -1,4 +1,4 @@
-"""Varying types: over which manual mesh axes JAX types a value as varying from rank to rank (`check_vma=True`).
+"""Varying types: the manual mesh axes over which JAX types a value as varying from rank to rank (`check_vma=True`).
 
 JAX documents the argument `check_vma`, not the attribute of an abstract value that holds the answer: it has moved before.
 """
@@ -30,7 +30,7 @@ def varying_axes(x: Any) -> frozenset[str]:
       x: an array, a tracer, or the abstract value of a variable of a traced program.
 
     Raises:
-      AttributeError: when abstract arrays no longer say it.
+      AttributeError: when abstract arrays no longer have the attribute.
     """
     aval = x if isinstance(x, AbstractValue) else jax.typeof(x)
     if not isinstance(aval, ShapedArray):  # a token, a reference
@@ -39,7 +39,7 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def shape_of(aval: AbstractValue) -> Any:
-    """A stand-in for a value, with its shape, dtype and varying type."""
+    """A stand-in for a value, with its shape, dtype and varying type: a `ShapeDtypeStruct`, or an array if it varies."""
     shape = jax.ShapeDtypeStruct(aval.shape, aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]
     if not (axes := tuple(sorted(varying_axes(aval)))):
         return shape
@@ -61,8 +61,8 @@ def cast_to_varying(x: Any, axes: tuple[str, ...]) -> jax.Array:
 def varying_alike(values: Sequence[Any], given: Sequence[AbstractValue]) -> Sequence[Any]:
     """Types `values` as varying over the same axes, where the operands that they stand for did.
 
-    A program that runs again on values that vary over more axes than it was traced with (what a pipeline's stage reads varies
-    over `pipe`) meets operations that want all their operands to vary alike, where some are made inside of fewer.
+    When a program runs again on values that vary over more axes than in its trace (a pipeline stage's inputs vary over `pipe`),
+    operations that need operands of one varying type also get values made inside the program, which vary over fewer.
 
     Args:
       values: operands.

@@ -1,4 +1,4 @@
-"""Flows: what is sent, by whom, how often, and what a plan places where."""
+"""Flows: what a step sends, over which axes and how often; and where a plan lets weights rest."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -58,7 +58,7 @@ ONCE = "once"
 EACH_MICROBATCH = "each microbatch"
 EACH_TICK = "each tick"
 LATER = "a later round"
-"""One round of a dispatch after the first, of which an even load needs none."""
+"""The place of a dispatch's rounds after the first, which even loads do not need; one such round stands for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +68,11 @@ class Flow:
     Sizes and counts are numbers for one plan, or arrays for many candidates at once.
 
     Attributes:
-      label: what they move, in the words of the counted ledger: parameters, gradients, activations, ...
-      kind: one of `wire.KINDS`.
+      label: what they move, by the counted ledger's labels (parameters, gradients, activations, ...); "" for what layers send.
+      kind: one of `cost.decoder.KINDS`.
       axes: mesh axes.
       group_size: ranks that take part.
-      apart: of the axis's ranks the next that takes part: 1 for all of them, U where neighbours by U do something else.
+      apart: distance along the axis between ranks of one group: 1 for neighbours; U where groups of U neighbours share heads.
       dtype: element type on the wire.
       itemsize: its bytes.
       elements: of the full arrays, in one execution.
@@ -80,8 +80,8 @@ class Flow:
       launches: arrays that travel, in one execution.
       times: executions in one step.
       every: they happen in one of so many steps; bytes are the mean over these.
-      where: once, each microbatch, each tick of a pipeline, or in a round that even loads do not need.
-      work: what it may hide behind: "forward", "backward", or nothing ("").
+      where: once, each microbatch, each tick of a pipeline, every so many steps, or a later round (`LATER`).
+      work: the pass in which it runs, behind which it may hide: "forward", "backward", or neither ("").
     """
 
     label: str
@@ -101,12 +101,12 @@ class Flow:
 
     @property
     def wire_bytes(self) -> Many:
-        """Bytes that one rank sends in one step, padding included."""
+        """Bytes that one rank sends in one step on a ring, padding included; the mean over `every` steps."""
         return self._mean(self.times * self.itemsize * wire_elements(self.kind, self.elements, self.group_size))
 
     @property
     def padding_bytes(self) -> Many:
-        """The part of them that is padding."""
+        """The bytes of padding in `wire_bytes`."""
         return self._mean(self.times * self.itemsize * wire_elements(self.kind, self.padding, self.group_size))
 
     def _mean(self, amount: Many) -> Many:
@@ -114,12 +114,12 @@ class Flow:
 
     @property
     def count(self) -> Many:
-        """Launches in one step."""
+        """Launches in one step, or in the one of `every` steps that has them."""
         return self.launches * self.times
 
     @property
     def sends(self) -> bool:
-        """Whether anything travels; of arrays it may."""
+        """Whether anything is sent; True for arrays, of which some candidates may send."""
         alone = not varies(self.group_size) and self.group_size == 1
         return not (alone or nothing(self.times) or nothing(self.elements))
 
@@ -136,7 +136,7 @@ def named(dtype: Any) -> tuple[str, int]:
 
 
 def every(steps: int) -> str:
-    """The place of what runs in one of so many steps.
+    """The `where` of a flow that runs in one of so many steps.
 
     >>> every(10)
     'every 10 steps'
@@ -145,16 +145,16 @@ def every(steps: int) -> str:
 
 
 def where_of(times: Many) -> str:
-    """The place of what runs so many times for a step's microbatches."""
+    """The `where` of a flow that runs this many times per step: `EACH_MICROBATCH` if more than once."""
     return EACH_MICROBATCH if varies(times) or times > 1 else ONCE
 
 
 def merged_flows(flows: Iterable[Flow]) -> list[Flow]:
-    """Flows that are alike joined, those that send nothing dropped."""
+    """Merges flows that differ in sizes and launches only, and drops those that send nothing."""
     found: dict[tuple, list[Flow]] = {}
     for flow in flows:
         if flow.sends:
-            # Arrays of one axis, or of one place, are one and the same.
+            # Flows over the same axes, or of the same place, have the same array: it needs no comparison.
             sizes = ("many" if varies(size) else size for size in (flow.group_size, flow.times))
             key = (flow.label, flow.kind, flow.axes, flow.dtype, flow.where, flow.work, flow.every, *sizes)
             found.setdefault(key, []).append(flow)
@@ -162,7 +162,7 @@ def merged_flows(flows: Iterable[Flow]) -> list[Flow]:
 
 
 def merged(flows: Iterable[Flow]) -> tuple[Flow, ...]:
-    """Flows of one plan that are alike joined, those that send nothing dropped; the heaviest first."""
+    """`merged_flows` of one plan, sorted by bytes, the most first."""
     return tuple(sorted(merged_flows(flows), key=lambda flow: -flow.wire_bytes))
 
 
@@ -180,11 +180,11 @@ def _joined_flows(alike: list[Flow]) -> Flow:
 
 
 class Rounds(NamedTuple):
-    """How often one update moves all parameters of a rank along a mesh axis; numbers, or arrays of them.
+    """How often one update gathers and reduces all parameters of a rank along a mesh axis; numbers, or arrays of them.
 
     Attributes:
-      at_start: gathers that are kept for the backward.
-      at_use: gathers in forwards, and as many in backwards.
+      at_start: gathers at the start of a step, kept for the backward.
+      at_use: gathers in forwards; backwards have as many again.
       at_end: reductions of gradients that all microbatches have accumulated.
       between: reductions of one microbatch's gradients, or of those that a pipeline's turn accumulates.
     """
@@ -196,17 +196,17 @@ class Rounds(NamedTuple):
 
     @property
     def gathers(self) -> Many:
-        """In forwards and backwards."""
+        """Gathers in forwards and backwards together."""
         return self.at_start + 2 * self.at_use
 
     @property
     def reductions(self) -> Many:
-        """Of gradients."""
+        """Reductions of gradients."""
         return self.at_end + self.between
 
 
 def rounds(role: Role, microbatches: Many) -> Rounds:
-    """What the role of an axis says.
+    """Returns how often an update moves the parameters along an axis of this role.
 
     >>> rounds(Role(parameters="sharded", reads="use", reduces="microbatch"), 4)
     Rounds(at_start=0, at_use=4, at_end=0, between=4)
@@ -218,7 +218,7 @@ def rounds(role: Role, microbatches: Many) -> Rounds:
 
 
 def rounds_of_ticks(gathers: Many | None) -> Rounds:
-    """What a pipeline says of what its stages read: see `Pipelined.gathers`; None: once for the whole step."""
+    """Returns how often a pipeline's rank gathers and reduces its stages, from `Pipelined.gathers`; None: once per step."""
     return Rounds(1, 0, 1, 0) if gathers is None else Rounds(0, gathers, 0, gathers)
 
 
@@ -234,18 +234,19 @@ def splitting(roles: Mapping[AxisNames, Role], *what: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """How a step runs. What is a `Many` may be an array with an entry for every candidate.
+    """How often a step does what. A `Many` may be an array with an entry for every candidate.
 
     Attributes:
       roles: of the mesh's axes, or of several that one strategy owns.
       microbatches: per update and rank.
       full, selective: 1 where the backward recomputes that much, else 0; between them where it does so in a part of the blocks.
-      sends: bytes that blocks in a loop may keep in the host's memory, as far as the link takes them meanwhile.
+      sends: most bytes of activations that blocks in a loop may send to the host's memory; the link may take fewer.
       pipelined: whether stages lie along `pipe`.
-      gathers: how often a pipeline gathers its stages in its ticks; None: once per step.
+      gathers: how often a pipeline gathers its stages within a step; None: once at its start.
       kernels: whether kernels of this library's compute norms, activations and cross entropy where they apply.
-      copies: of trained parameters that rest beside them and the optimizer's state: a replica's own, and the outer momentum.
-      joining: copies of them that the end of a round holds beside what rests.
+      copies: with rounds (`ax.DiLoCo`), copies of trained parameters that rest beside the optimizer's state: a replica's own
+        parameters and the outer momentum.
+      joining: copies of the trained parameters that the end of a round holds beside what rests.
     """
 
     roles: Mapping[AxisNames, Role]
@@ -261,7 +262,7 @@ class Run:
 
     @classmethod
     def of(cls, plan: Plan, degrees: Mapping[str, int]) -> "Run":
-        """What a plan says on a mesh."""
+        """The run of a plan on a mesh of these degrees."""
         pipelined = plan.pipe is not None and degrees.get(AXIS, 1) > 1
         gathers = plan.pipe.gathers(degrees[AXIS], plan.microbatches) if plan.pipe is not None and pipelined else None
         return cls(
@@ -277,16 +278,16 @@ class Run:
         )
 
     def recomputing(self, parts: Mapping[str | None, Fraction] | None) -> "Run":
-        """The same where this part of the blocks has each word of recomputation; None: as it is."""
+        """The same run with the parts of the blocks that recompute by each word of `remat`; None: unchanged."""
         return self if parts is None else replace(self, full=parts.get("full", 0), selective=parts.get("selective", 0))
 
     @property
     def recomputes(self) -> Many:
-        """The part of the blocks in which the backward recomputes anything."""
+        """The share of the blocks, from 0 to 1, in which the backward recomputes anything."""
         return self.full + self.selective
 
     def rounds(self, axis: AxisNames | None, sharded: bool = True) -> Rounds:
-        """How often leaves move along an axis over which they rest sharded, or not; None: of leaves that no axis shards."""
+        """How often leaves move along an axis, over which they rest sharded or not; None: leaves that no axis shards."""
         if sharded and self.pipelined and axis is not None:
             return rounds_of_ticks(self.gathers)
         return rounds(Role() if axis is None else self.roles[axis], self.microbatches)
@@ -294,13 +295,13 @@ class Run:
 
 @dataclass(frozen=True)
 class ShardCounts:
-    """What a rank has of a model; the one rank, without a pipeline.
+    """The parts of a model that one pipeline rank has; without a pipeline the whole model.
 
     Attributes:
-      blocks: repeated blocks.
-      first, last: 1 where it has what stands before the blocks, and behind them; else 0.
+      blocks: number of repeated blocks.
+      first, last: 1 if it has what comes before the blocks (the embedding), or after them (norm and head); else 0.
       total: blocks of the whole model.
-      experts: those of its blocks that have experts.
+      experts: number of its blocks that have experts.
     """
 
     blocks: Many
@@ -310,7 +311,7 @@ class ShardCounts:
     experts: Many = 0
 
     def number(self, place: str, count: int) -> Many:
-        """How many a rank reads of weights of which the model has `count`, or of their groups."""
+        """How many of a place's `count` equal weights this rank reads."""
         if place == "block":
             return self.blocks if count == self.total else divided(self.blocks * count, self.total)
         if place.endswith(" block"):
@@ -319,7 +320,7 @@ class ShardCounts:
         return ends[place]
 
     def instead(self, holds: Many, other: "ShardCounts") -> "ShardCounts":
-        """Those of another rank where something holds."""
+        """Another rank's counts where a condition holds, else these; elementwise for arrays."""
         choose = lambda name: either(holds, getattr(other, name), getattr(self, name))
         return ShardCounts(choose("blocks"), choose("first"), choose("last"), self.total, choose("experts"))
 
@@ -332,12 +333,12 @@ class ShardCounts:
 
 @dataclass(frozen=True)
 class TickCounts:
-    """Of a pipeline in fused rows.
+    """Ticks and buffer slots of a pipeline's executed timetable.
 
     Attributes:
-      number: of ticks.
-      slots: what forwards keep for their backwards is held in so many on every rank.
-      arriving: slots of activations and cotangents on their way.
+      number: ticks of a step.
+      slots: microbatches of residuals that every rank has room for.
+      arriving: slots for activations and cotangents that have arrived and are not yet read.
     """
 
     number: Many
@@ -346,14 +347,14 @@ class TickCounts:
 
     @classmethod
     def of(cls, timetable: Timetable) -> "TickCounts":
-        """What a timetable says."""
+        """The counts of a timetable."""
         return cls(
             timetable.num_ticks, timetable.residuals.size, timetable.activations.size + timetable.cotangents.size
         )
 
     @classmethod
     def foreseen(cls, gpipe: Many, ranks: Many, microbatches: Many, chunks: Many) -> "TickCounts":
-        """The same by formula (docs/guides/pipeline-schedules.md), without a timetable.
+        """The counts by formula (docs/guides/pipeline-schedules.md), without building a timetable.
 
         Slots are an upper bound with several chunks and more microbatches than ranks that are no multiple of them.
 
@@ -376,11 +377,11 @@ class TickCounts:
 
 
 def passing(ticks: TickCounts, boundary: Iterable[Flow]) -> Iterator[Flow]:
-    """Activations and cotangents between stages: one permute of each dtype each way in every tick.
+    """Yields the flows between stages: in every tick one permute of activations and one of cotangents for each dtype.
 
     Args:
-      ticks: of the timetable.
-      boundary: such permutes.
+      ticks: the counts of the timetable.
+      boundary: the permutes of one boundary, one for each dtype.
     """
     for label, work in (("activations", "forward"), ("cotangents", "backward")):
         for each in boundary:
@@ -394,14 +395,14 @@ def passing(ticks: TickCounts, boundary: Iterable[Flow]) -> Iterator[Flow]:
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides where weights rest and what one gather and one reduction of them send.
+    """The parts of a plan that decide where weights rest, and what one gather and one reduction of them send.
 
     Attributes:
-      strategies: of the mesh's axes, outermost first, as a training step has them.
-      degrees: of the mesh; arrays where they stand for many meshes.
-      precision: dtypes.
+      strategies: the strategy of each mesh axis, or tuple of axes, outermost first.
+      degrees: the size of each mesh axis; arrays where they stand for many meshes.
+      precision: the dtypes of parameters, reads, sums and reductions.
       overlaps: whether gradients are reduced inside the backward.
-      rounds: by axis those in which ranks train parameters of their own.
+      rounds: by axis the rounds (`ax.DiLoCo`) in which ranks train parameters of their own.
     """
 
     strategies: Mapping[AxisNames, AbstractStrategy]
@@ -412,19 +413,19 @@ class Setting:
 
     @classmethod
     def of(cls, plan: Plan, degrees: Mapping[str, int]) -> "Setting":
-        """A plan's on a mesh."""
+        """The setting of a plan on a mesh of these degrees."""
         within = plan.within_round()
         return cls(
             within.on(degrees), degrees, plan.precision, reducer_of(within.reducer(degrees)).overlaps, plan.rounds
         )
 
     def ranks(self, axis: AxisNames) -> Many:
-        """Of an axis, or of several together."""
+        """The number of ranks of an axis, or of several axes together."""
         return self.degrees[axis] if isinstance(axis, str) else plain(math.prod(self.degrees[name] for name in axis))
 
     @cached_property
     def roles(self) -> dict[AxisNames, Role]:
-        """Of the axes."""
+        """The role of each axis."""
         return {axis: strategy.role for axis, strategy in self.strategies.items()}
 
     @cached_property
@@ -434,7 +435,7 @@ class Setting:
 
     @cached_property
     def rounded(self) -> bool:
-        """Whether parameters are rounded on their way."""
+        """Whether gathers round parameters, as a compressed wire does."""
         return any(not reads_exactly(own) and own.role.parameters == "sharded" for own in self.strategies.values())
 
     @cached_property
@@ -445,12 +446,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Placed:
-    """A weight under a plan.
+    """A weight under a plan. Counts and bytes are of one of the weight's `count` equal arrays.
 
     Attributes:
-      weight: which.
+      weight: the weight.
       layout: where each of them rests; its sizes are arrays where it stands for many meshes.
-      setting: of the plan.
+      setting: the plan's.
     """
 
     weight: Weight
@@ -459,12 +460,12 @@ class Placed:
 
     @cached_property
     def shard(self) -> Many:
-        """Elements of one that a rank holds between steps, padding included."""
+        """Elements that a rank holds between steps, padding included."""
         return math.prod(self.layout.shard)
 
     @cached_property
     def read(self) -> Many:
-        """Elements of one that the model reads on a rank: whole but for what its own layers split."""
+        """Elements that the model reads on a rank: all of the array, or the part that its own layers split off."""
         within = self.setting.layer_axes
         over = [[name for name in self.layout.axes_of(dim) if name in within] for dim in range(len(self.layout.shape))]
         cuts = (math.prod(self.setting.degrees[name] for name in names) for names in over)
@@ -472,33 +473,34 @@ class Placed:
 
     @cached_property
     def sharded(self) -> dict[AxisNames, AbstractStrategy]:
-        """The axes over which it rests sharded, to be gathered."""
+        """The strategies of the axes over which it rests sharded and must be gathered."""
         split = lambda axis, role: role.parameters == "sharded" and self.layout.dim_of(axis) is not None
         return {axis: self.setting.strategies[axis] for axis, role in self.setting.roles.items() if split(axis, role)}
 
     @cached_property
     def gathered(self) -> Many:
-        """Elements of one after its gathers, padding included."""
+        """Elements after its gathers, padding included."""
         return self.shard * math.prod(map(self.setting.ranks, self.sharded))
 
     @cached_property
     def slices(self) -> int:
-        """In how many parts it is gathered: ZeRO-3 gathers one layer of a stack per trip of its scan."""
+        """The number of parts in which it is gathered: ZeRO-3 gathers one layer of a stack per trip of its scan."""
         if self.weight.layers == 1 or not (self.setting.by_unit and self.sharded):
             return 1
         return self.weight.layers if all(self.layout.dim_of(axis) != 0 for axis in self.sharded) else 1
 
     def reductions(self, axis: AxisNames) -> int:
-        """How often a step reduces its gradient along an axis: a stack's layer by layer, where that overlaps the backward."""
+        """The number of parts in which its gradient is reduced along an axis: inside the backward a stack layer by layer."""
         if self.setting.by_unit:
             return self.slices if axis in self.sharded else 1
         return self._in_scan
 
     @property
     def gathers_alone(self) -> int:
-        """In how many parts a step of one microbatch gathers it where gradients are reduced inside the backward.
+        """The number of parts in which a step of one microbatch gathers it without ZeRO-3.
 
-        As `parallel/units.py` does: at its first use, a stack layer by layer, but whole where it is rounded on its way.
+        Where gradients are reduced inside the backward, `parallel/units.py` gathers at first use: a stack layer by layer, but
+        whole where the gather rounds.
         """
         return 1 if self.setting.by_unit or not self.weight.trained else self._in_scan
 
@@ -510,57 +512,57 @@ class Placed:
 
     @property
     def padding(self) -> Many:
-        """Elements of one on a rank that are padding, as near as an even share of it is."""
+        """Elements of padding in a rank's shard, taken as the shard less an even share of the array."""
         ranks = math.prod(map(self.setting.ranks, self.sharded)) if several(self.shard) or self.shard else 1
         return most(0, self.shard - -(-self.read // ranks))
 
     @cached_property
     def rest_dtype(self) -> Any:
-        """Between steps."""
+        """The dtype between steps."""
         return jnp.dtype(self.layout.dtype)
 
     @cached_property
     def read_dtype(self) -> Any:
-        """As the model reads it."""
+        """The dtype in which the model reads it."""
         return self.setting.precision.read_dtype(self.rest_dtype)
 
     @cached_property
     def sum_dtype(self) -> Any:
-        """Of its gradient while it accumulates."""
+        """The dtype in which its gradient accumulates."""
         return self.setting.precision.accumulate_dtype(self.rest_dtype)
 
     @cached_property
     def reduce_dtype(self) -> Any:
-        """Of its gradient on its way over ranks."""
+        """The dtype in which its gradient is reduced over ranks."""
         return self.setting.precision.reduce_dtype(self.rest_dtype)
 
     @property
     def read_bytes(self) -> Many:
-        """Of one as the model reads it on a rank."""
+        """Bytes that the model reads on a rank."""
         return self.read * named(self.read_dtype)[1]
 
     @property
     def sum_bytes(self) -> Many:
-        """Of its gradient on a rank where it accumulates whole."""
+        """Bytes of its unsharded gradient on a rank in the dtype of accumulation."""
         return self.read * named(self.sum_dtype)[1]
 
     @property
     def left_bytes(self) -> Many:
-        """Of what its sums leave out of a rank's gradient, where a strategy feeds that back."""
+        """Bytes of its error-feedback residual on a rank; 0 if no strategy feeds rounding errors back."""
         return self.sum_bytes if any(feeds_back(each) for each in self.setting.strategies.values()) else 0
 
     @property
     def reduce_bytes(self) -> Many:
-        """Of its gradient on a rank, before it is reduced."""
+        """Bytes of its unsharded gradient on a rank in the dtype of reduction."""
         return self.read * named(self.reduce_dtype)[1]
 
 
 def placed_leaves(placement: Placement, units: Mapping[int, str] | None = None) -> list[Placed]:
-    """The parameters of a model that is there, trained ones first: every leaf where a bound plan lets it rest.
+    """The parameters of a real model as a bound plan places them, trained ones first; rounds (`ax.DiLoCo`) are left out.
 
     Args:
       placement: the plan on its mesh.
-      units: by number of leaf the unit in which it is gathered at its use; of others each is one of its own.
+      units: number of a leaf -> the unit that ZeRO-3 gathers it in; a leaf without one is a unit of its own.
     """
     plan = placement.plan
     setting = Setting(placement.strategies, placement.degrees, plan.precision, placement.reducer.overlaps)
@@ -573,7 +575,7 @@ def placed_leaves(placement: Placement, units: Mapping[int, str] | None = None) 
 
 
 def rests_at(weight: Weight, setting: Setting) -> Layout:
-    """Where one weight rests on one mesh, by the rules with which `bind_plan` places a real one."""
+    """The layout of one weight on one mesh, by the rules with which `bind_plan` places a real one."""
     layout = split_by_layers(weight, setting.precision.param, setting.degrees)
     for axis, strategy in setting.strategies.items():
         layout = strategy.spec(layout, axis, setting.ranks(axis))
@@ -600,15 +602,15 @@ class Sent:
     """A collective by which the weights of a group move once.
 
     Attributes:
-      axis: along which.
+      axis: the mesh axis, or axes, along which they move.
       kind, dtype: as of a `Transfer`.
-      itemsize: of the dtype.
+      itemsize: bytes of the dtype.
       sharded: whether they rest sharded over the axis.
-      buffered: whether a pipeline's rank moves all that lies over the same axes as one array: along the outermost axis.
+      buffered: whether a pipeline's rank moves all weights that rest over the same axes as one array: along the outermost axis.
       elements, padding: of the full arrays.
-      launches: arrays that travel.
+      launches: number of arrays that travel.
       launches_alone: the same in a step of one microbatch.
-      ranks: that take part.
+      ranks: number of ranks that take part.
       every: it moves in one of so many steps.
     """
 
@@ -628,7 +630,7 @@ class Sent:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Weights that are alike in everything but size. Sizes are of one of each.
+    """Weights that are alike in everything but size, summed. Sizes count one of each weight's `count` arrays.
 
     Attributes:
       place, again, rebuilds, trained, layers: as of a `Weight`.
@@ -641,9 +643,9 @@ class Group:
       sharded: the outermost axis over which they rest sharded; None: none does.
       as_they_rest: whether they are read as they rest.
       rest_dtype, read_dtype, sum_dtype: names.
-      gathers: from the outermost axis inwards.
-      syncs: of gradients, in the order of `Placement.sync`.
-      joins: of what parameters changed by, at the end of a round.
+      gathers: the gathers of parameters, from the outermost axis inwards.
+      syncs: the reductions of gradients, in the order of `Placement.sync`.
+      joins: the sums of parameter changes at the end of a round.
       read: elements that the model reads on a rank.
       arrays: how many weights they are.
       rest_bytes, padding_bytes: between steps, padding apart.
@@ -687,8 +689,8 @@ class Weights:
 
     Attributes:
       groups: of weights that are alike.
-      unit_bytes: what is whole at once where units are gathered at their use: those that are read, prefetched ones among
-        them, and the largest unit's gradients.
+      unit_bytes: under ZeRO-3 the bytes gathered at once: the units that are read and prefetched, and the largest unit's
+        gradients.
       sliced: whether a scan gathers its layers one by one.
     """
 
@@ -697,7 +699,7 @@ class Weights:
     sliced: bool
 
     def sizes(self, change: Callable[[Many], Many]) -> "Weights":
-        """The same with every size changed."""
+        """The same weights with a function applied to every size."""
         new = lambda value, names: {name: change(getattr(value, name)) for name in names}
         sent = lambda moves: tuple(replace(each, **new(each, _SENT)) for each in moves)
         groups = (
@@ -708,7 +710,7 @@ class Weights:
 
 
 def grouped(placed: Sequence[Placed]) -> Weights:
-    """Weights joined with those that are alike, in the order of the first of each."""
+    """Sums weights that are alike into groups, in the order of the first of each."""
     found: dict[tuple, list[Group]] = {}
     for each in placed:
         one = _group(each)
@@ -805,7 +807,11 @@ def _joins(each: Placed) -> Iterator[Sent]:
 def _sent(
     axis: AxisNames, sent: Transfer, sharded: bool, buffered: bool, launches: tuple[int, int], times: int
 ) -> Sent:
-    """A transfer so many times, in so many launches, and in so many in a step of one microbatch."""
+    """A transfer repeated `times` times.
+
+    Args:
+      launches: number of launches, and their number in a step of one microbatch.
+    """
     dtype, itemsize = named(sent.dtype)
     return Sent(
         axis=axis, kind=sent.kind, dtype=dtype, itemsize=itemsize, sharded=sharded, buffered=buffered,
@@ -831,13 +837,13 @@ def _unit_bytes(placed: Iterable[Placed]) -> Many:
 # --------------------------------------------------------------------------------------------------
 
 LOSS_VALUES = 2
-"""A weighted mean: the total and its weight."""
+"""Values that the sum of a weighted mean sends: the total and its weight."""
 
 
 def small_flows(
     weights: Weights, parts: ShardCounts, run: Run, degrees: Mapping[str, Many], metrics: int = 0
 ) -> Iterator[Flow]:
-    """The sum of the loss and of other metrics over the batch shards, and the gradient norm's over what splits gradients."""
+    """Yields the sums of loss and metrics over batch shards and `pipe`, and of the gradient norm over what splits gradients."""
     values = LOSS_VALUES * (1 + metrics)
     scalar = {"kind": "all_reduce", "dtype": "float32", "itemsize": 4}
     ranks = lambda axes: math.prod(degrees[axis] for axis in axes)
@@ -864,11 +870,11 @@ def small_flows(
 
 
 def weight_flows(weights: Weights, parts: ShardCounts, run: Run, degrees: Mapping[str, Many]) -> Iterator[Flow]:
-    """Gathers of parameters and reductions of gradients along the axes of strategies, of what a rank has.
+    """Yields a rank's gathers of parameters and reductions of gradients along the strategies' axes.
 
     Args:
       weights: of the model, where they rest.
-      parts: those that the rank has.
+      parts: the parts of the model that the rank has.
       run: how often it moves them.
       degrees: of the mesh.
     """
@@ -892,7 +898,7 @@ def weight_flows(weights: Weights, parts: ShardCounts, run: Run, degrees: Mappin
 
 
 def _sent_along(group: Group, number: Many, ranks: Many) -> Iterator[Flow]:
-    """What several stages read lives on one: it is sent to the others once per step, and its gradient back."""
+    """Yields the sums over `pipe` of a weight that several stages read and one holds: once per step, and of its gradient."""
     for label, dtype, work in ((PARAMETERS, group.read_dtype, "forward"), ("", group.sum_dtype, "backward")):
         yield Flow(
             label=label, kind="all_reduce", axes=(AXIS,), group_size=ranks, dtype=dtype, itemsize=jnp.dtype(dtype).itemsize,
@@ -902,7 +908,12 @@ def _sent_along(group: Group, number: Many, ranks: Many) -> Iterator[Flow]:
 
 @dataclass(frozen=True, slots=True)
 class _Moving:
-    """A group while a rank moves it: how many of each it has, and how many buffers it adds (None: no pipeline)."""
+    """A group as one rank moves it.
+
+    Attributes:
+      number: how many of each of its weights the rank has.
+      buffers: reduction buffers that the group adds on a pipeline's rank; None without a pipeline.
+    """
 
     group: Group
     number: Many
@@ -910,7 +921,7 @@ class _Moving:
     run: Run
 
     def gathers(self) -> Iterator[Flow]:
-        """Before they are read in forwards, and again in backwards that read them."""
+        """Yields the gathers before forwards, and before backwards that read the weights again."""
         group, run = self.group, self.run
         again = 1 if group.again or run.pipelined else group.rebuilds * most(run.recomputes, int(group.scanned))
         for sent in group.gathers:
@@ -919,13 +930,13 @@ class _Moving:
             yield from self._flows(PARAMETERS, sent, 0, often.at_use, "backward", group.trained * again)
 
     def reductions(self) -> Iterator[Flow]:
-        """Of their gradients."""
+        """Yields the reductions of gradients."""
         for sent in self.group.syncs:
             often = self.run.rounds(sent.axis, sent.sharded)
             yield from self._flows(GRADIENTS, sent, often.at_end, often.between, "backward")
 
     def joins(self) -> Iterator[Flow]:
-        """Of what parameters changed by, at the end of a round."""
+        """Yields the sums of parameter changes at the end of a round."""
         for sent in self.group.joins:
             for flow in self._flows(GRADIENTS, sent, 1, 0, ""):
                 yield replace(flow, every=sent.every, where=every(sent.every))
@@ -933,7 +944,7 @@ class _Moving:
     def _flows(
         self, label: str, sent: Sent, once: Many, often: Many, work: str, calls: Many = 1
     ) -> Iterator[Flow]:  # fmt: skip
-        """What goes once in a step, and what goes more often: so many times then, or not at all."""
+        """Yields a transfer as a flow that runs `once` times at a step's start or end, and one that runs `often` times."""
         for times, where in ((once, ONCE), (often, where_of(often))):
             if not nothing(times) and not nothing(calls):
                 yield Flow(

@@ -24,9 +24,8 @@ class Matrix(NamedTuple):
     Attributes:
       name: of the layer.
       fan_in, fan_out: its sizes.
-      split: what the ranks that share heads have of it: "column", the outputs of their heads; "keys", likewise, but all of it
-        where there are fewer heads of keys than ranks; "row", the inputs of their heads; "whole", all, outside of the layers
-        that are split.
+      split: the part that each of the ranks that split heads has: "column", the outputs of its heads; "keys", likewise, but all
+        of it where ranks do not divide the heads of keys; "row", the inputs of its heads; "whole", all of it, on every rank.
     """
 
     name: str
@@ -46,7 +45,7 @@ class Scale(NamedTuple):
     Attributes:
       name: of the norm.
       size: of what it norms.
-      of_heads: whether that is a head, so that a rank norms those that it has; else it is whole on every rank.
+      of_heads: whether it norms single heads, of which a rank has some; else it norms a latent, whole on every rank.
     """
 
     name: str
@@ -60,13 +59,13 @@ class AttentionShape:
 
     Attributes:
       matrices: all of them, in the order of their making.
-      scales: norms inside.
+      scales: the norms inside attention.
       heads: of queries.
       kv_heads: of keys and values.
-      query_size: numbers of a head's query, and of a key.
-      value_size: numbers of a head's value.
-      entering: numbers of each array of a position that opening layers read.
-      shared: numbers of a position's key that heads share.
+      query_size: elements of a head's query, and of its key.
+      value_size: elements of a head's value.
+      entering: elements per position of each array that the layers split by heads read.
+      shared: elements of a position's key that all heads share.
     """
 
     matrices: tuple[Matrix, ...]
@@ -174,7 +173,7 @@ def latent_heads(hidden_size: int, heads: int, latent: LatentConfig) -> Attentio
 # --------------------------------------------------------------------------------------------------
 
 Many = Any
-"""An int, a `Fraction` or a float; or a numpy array: of floats where it is large, as integers overflow without a word."""
+"""An int, a `Fraction` or a float; or a NumPy array, of floats where numbers are large: integer arrays overflow silently."""
 
 
 def varies(amount: Many) -> bool:
@@ -197,7 +196,7 @@ def divided(amount: Many, parts: Many) -> Many:
 
 
 def plain(amount: Many) -> Many:
-    """Replace an array of equal entries by the number.
+    """Replaces an array of equal entries by their number; other amounts are returned unchanged.
 
     >>> plain(np.array([2, 4]) * np.array([4, 2])), plain(3)
     (8, 3)
@@ -206,7 +205,7 @@ def plain(amount: Many) -> Many:
 
 
 def several(ranks: Many) -> bool:
-    """Whether a number of ranks is more than one (arrays: may be)."""
+    """Whether a number of ranks is more than one; True for arrays, some of whose entries may be."""
     return varies(ranks) or ranks > 1
 
 
@@ -263,9 +262,9 @@ class Weight:
       unit: ZeRO-3 gathers the weights of one unit together; one that is in no unit is gathered alone.
       splits: (mesh axes, dim) pairs: how the model's own layers split it.
       again: whether the backward reads it.
-      rebuilds: whether recomputing activations reads it.
-      redone: whether redoing elementwise work, as the backward of a scan does, reads it.
-      place: where in a pipeline it is; what is of blocks, of all or of one kind, is spread over all stages.
+      rebuilds: whether recomputing a block's activations reads it.
+      redone: whether redoing elementwise work alone, as the backward of a scan does, reads it.
+      place: where in a pipeline it is: on the first or last stage, on both ends, or in blocks, which all stages share.
       trained: whether it gets gradients.
       summed: mesh axes of the model's layers over which they sum its gradient themselves.
       layers: of a stack of layers in one array, along dim 0, how many.
@@ -306,7 +305,7 @@ class Weight:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is asked of a decoder's configuration, and whether its layers divide over a mesh.
+# Protocols of a decoder's configuration, and whether its layers divide over a mesh.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -405,7 +404,7 @@ def expert_blocks(config: DecoderLike) -> list[bool]:
 
 
 def is_decoder(model: object) -> bool:
-    """Whether a model is a decoder's configuration."""
+    """Whether an object has the attributes of a decoder's configuration."""
     return all(
         hasattr(model, name) for name in ("num_layers", "hidden_size", "attention_shape", "mlp_size", "vocab_size")
     )
@@ -473,7 +472,7 @@ def _grid_problems(config: DecoderLike, own: Mapping[str, int]) -> list[str]:
 # | broadcast | n (a pipelined ring: every rank but the last forwards the array once) |
 # | ragged_all_to_all | n (an upper bound: the sizes are data) |
 #
-# A collective over one rank moves nothing. Of arrays (see `cost/decoder.py`) the formulas give floats.
+# A collective over one rank moves nothing. For arrays the formulas give floats.
 # --------------------------------------------------------------------------------------------------
 
 Amount = int | Fraction
@@ -499,7 +498,7 @@ KINDS: tuple[str, ...] = tuple(_FORMULAS)
 
 
 def exact(amount: Many) -> Many:
-    """Convert an integral `amount` to int; arrays are returned unchanged.
+    """Converts a whole `amount` to an int; fractions and arrays are returned unchanged.
 
     >>> exact(Fraction(6, 3)), exact(Fraction(1, 3))
     (2, Fraction(1, 3))
@@ -518,10 +517,10 @@ def wire_elements(kind: str, elements: Many, group_size: Many) -> Many:
       group_size: N, the ranks that take part, or an array.
 
     Returns:
-      An int where whole, else a Fraction; of arrays an array of floats.
+      An int where whole, else a Fraction; for arrays an array of floats.
 
     Raises:
-      ValueError: for an unknown kind, a negative size or an empty group.
+      ValueError: for an unknown kind, or numbers that are a negative size or an empty group; arrays are not checked.
 
     >>> wire_elements("all_reduce", 1000, 8), wire_elements("all_gather", 1000, 3)
     (1750, Fraction(2000, 3))
@@ -548,7 +547,7 @@ def decoder_weights(config: DecoderLike, degrees: Mapping[str, int] | None = Non
 
     Args:
       config: its sizes, and how its layers split.
-      degrees: of the mesh.
+      degrees: of the mesh; None: one device.
     """
     return _Decoder(config, layer_degrees(config, degrees or {})).weights()
 
@@ -588,7 +587,8 @@ class _Decoder:
     def __init__(self, config: DecoderLike, own: dict[str, int]):
         self.config, self.tensor, self.grid = config, own.get("tensor", 1), config.split == "grid"
         self.outside = ("tensor",) if config.sequence_parallel and self.tensor > 1 else ()
-        # A first block of which there is no second is in one unit with what is looked up, unless that is summed, and kept.
+        # A first block that is the only one of its kind shares a ZeRO-3 unit with the embedding, unless the embedding is split:
+        # its sum over ranks is kept.
         kinds = expert_blocks(config)
         self.looks_up_again = any(kinds) and kinds.count(kinds[0]) == 1 and self.tensor == 1 and not self.grid
         self.travels = own.get("expert", 1) > 1

@@ -65,12 +65,12 @@ class Layers:
     Attributes:
       config: the model.
       degrees: of the mesh.
-      tokens: positions of a rank's rows in one microbatch, whole sequences.
+      tokens: a rank's tokens in one microbatch; sequence parallelism does not divide them.
       length: of a sequence.
       dtype: of activations.
-      parts: of the model, that the rank has.
+      parts: the parts of the model that the rank has.
       run: microbatches per step, and what the backward recomputes.
-      passed: numbers that stages of a pipeline hand on beside activations.
+      passed: elements that stages of a pipeline pass on beside activations, in at least float32.
     """
 
     config: DecoderLike
@@ -175,15 +175,18 @@ def _scores(layers: Layers) -> Iterator[Flow]:
 
 
 def _sequence(layers: Layers, weights: Weights) -> Iterator[Flow]:
-    """Yield flows of sequence parallelism (Korthikanti et al. 2022): gather and scatter per half block each way, a regather."""
+    """Yield the flows of sequence parallelism (Korthikanti et al. 2022).
+
+    Each half block gathers and scatters once each way, and gathers its input again for weight gradients.
+    """
     whole, again = layers.tokens * layers.config.hidden_size, layers.run.recomputes
     first, last, shared = layers.parts.first, layers.parts.last, _shared(layers)
-    experts = layers.parts.experts  # in the place of so many dense halves; they keep what they gather
+    experts = layers.parts.experts  # each replaces a dense half of a block, and keeps what it gathers
     latent = layers.config.latent is not None
     halves = (1 if latent else 2) * layers.parts.blocks - experts  # attention of latents gathers others than its input
 
     def make(kind: str, work: str, calls: Many, others: Many) -> Iterator[Flow]:
-        """`calls` of halves, which a ring cuts into hops, and those of experts and of what stands around the blocks."""
+        """Collectives of half blocks (`calls`), which a ring cuts into hops, and `others`, of experts and outside blocks."""
         ranks, ring = layers.degrees["tensor"], layers.config.ring
         if ring:
             yield layers.flow("permute", "tensor", divided(whole, ranks), work, calls=calls * (ranks - 1))
@@ -300,11 +303,11 @@ def _weights_over_depth(layers: Layers, weights: Weights) -> Iterator[Flow]:
 
 
 # --------------------------------------------------------------------------------------------------
-# `SplitAttention`: what a decoder's attention sends, and holds, of sequences whose positions are split over ranks.
+# `SplitAttention`: what a decoder's attention sends and holds where positions of a sequence are split over ranks.
 # --------------------------------------------------------------------------------------------------
 
 SCORES = 5
-"""Arrays as large as a tile's scores that its backward has at once: scores, weights, what comes into them, two to multiply."""
+"""Arrays of the size of a tile's scores that its backward holds at once: scores, weights, their cotangents, two operands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,13 +317,13 @@ class SplitAttention:
     Attributes:
       split: the mesh axis, the order of positions and the method.
       ranks: N, of the axis.
-      among: U, neighbours that split heads; 1: none do.
-      gathers: whether groups of them gather keys and values; else these go round.
+      among: U, neighbours that split heads (Ulysses); 1: none do.
+      gathers: whether the N/U groups gather keys and values of each other; else these go round a ring.
       heads, kv_heads: of a rank's layers.
       query_size: of a head's query, and of a key.
       value_size: of a head's value.
       places: positions of a rank.
-      windows: how many positions one sees, itself among them, and in how many blocks; None: all before it.
+      windows: (positions that one sees, itself among them, or None for all before it; number of blocks) pairs.
     """
 
     split: ContextSplit
@@ -388,7 +391,7 @@ class SplitAttention:
 
     @property
     def keys(self) -> Many:
-        """Elements of a position's keys and values; Ulysses repeats heads if there are too few."""
+        """Elements of a position's keys and values; with fewer heads than U, Ulysses repeats them."""
         return most(self.kv_heads, self.among) * (self.query_size + self.value_size)
 
     @property
@@ -399,7 +402,7 @@ class SplitAttention:
         return either(self.groups > 1, 2 * around - 1, 0) if self.split.order == "contiguous" else around
 
     def computed_by(self, kernel: str) -> Many:
-        """Whether a kernel for full sequences computes these: cuDNN only if ranks split heads alone."""
+        """Whether a kernel can compute this attention: cuDNN's if ranks split heads alone, splash if sizes fit."""
         if kernel != "splash":
             return self.groups == 1
         queries = self.places * self.among
@@ -407,13 +410,13 @@ class SplitAttention:
         return (queries % BLOCK == 0) & (queries * keys <= LARGEST_PIECE)
 
     def held(self, tokens: Many, itemsize: int, platform: str | None, kernel: Many = False) -> Many:
-        """Bytes that a block needs besides kept activations: others' keys and values, gradients, one tile of scores.
+        """Bytes that a block needs besides kept activations: other ranks' keys and values, gradients, one tile of scores.
 
         Args:
           tokens: of a rank's microbatch.
           itemsize: of activations.
           platform: as of `block_for`.
-          kernel: whether one computes attention, and no scores are in memory.
+          kernel: whether a kernel computes attention, so that no scores are in memory.
         """
         wide = max(4, itemsize)
         parts = (itemsize + wide) * self.groups if self.gathers else 2 * itemsize + 3 * wide
@@ -438,7 +441,8 @@ class SplitAttention:
     def balance(self) -> Many:
         """The causal attention work of the busiest rank over the mean; ranks that split heads do equal work.
 
-        The last of contiguous ones is the busiest, less so in windows. In other orders windows change next to nothing.
+        In contiguous order the last rank is the busiest, less so with windows. In other orders windows are left out, as they
+        change next to nothing.
         """
         length = self.places * self.ranks
         if self.split.order == "striped":
@@ -457,7 +461,7 @@ def _pairs(count: Many, window: int | None) -> Many:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a decoder multiplies: its stages' work, and what recomputation adds to a token's FLOPs.
+# The multiplications of a decoder: its stages' work, and what recomputation adds to a token's FLOPs.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -470,8 +474,8 @@ def stage_costs(
 
     Args:
       config: the model.
-      blocks: by stage.
-      experts: those of them that have experts.
+      blocks: number of blocks of each stage.
+      experts: how many of these have experts.
       run: says what the backward recomputes.
       length: of a sequence.
     """
@@ -510,7 +514,7 @@ def computed_pairs(config: DecoderLike, length: int, tile: Many) -> Many:
     count, windows = length / least(tile, length), Counter(map(config.window_of, range(config.num_layers)))
 
     def seen(window: int | None) -> Many:
-        """Tiles of all rows of tiles: so many each, its own and those before it, but for the first rows."""
+        """Tiles computed: a row of tiles computes its own and those before it in the window; the first rows have fewer."""
         each = count if window is None else least(count, 1 - (1 - window) * count // length)
         return each * (count - (each - 1) / 2)
 
@@ -523,7 +527,7 @@ def block_products(config: DecoderLike, *, experts: bool = False, resting: bool 
     Args:
       config: the model.
       experts: whether it has experts; else its feed-forward part is dense.
-      resting: of all experts, as which a pipeline weighs a block where it cuts; else of a token's own.
+      resting: count all experts, as a pipeline weighs a block where it cuts; else only the `top_k` of a token.
     """
     size, attention = config.hidden_size, float(config.attention_shape.products)
     own = config.experts
@@ -544,9 +548,9 @@ def head_products(config: DecoderLike) -> float:
 
 
 def recomputed_flops(config: DecoderLike, run: Run, length: int) -> Many:
-    """FLOPs per token of recomputation: a third of all, or only attention's and experts' if weight products are kept.
+    """FLOPs per token of recomputation: the forward's, or with "selective" only those of attention and experts.
 
-    A loss that holds some words' logits at a time computes them once more.
+    A loss that holds some words' logits at a time computes them once more, whatever `run` says.
     """
     logits = 2 * config.hidden_size * config.vocab_size if config.words_at_once else 0
     parts = pair_flops(config, length) + expert_products(config) * 6
@@ -567,7 +571,7 @@ def expert_flops(config: DecoderLike, run: Run) -> Many:
 
 
 # --------------------------------------------------------------------------------------------------
-# `RoutedExperts`: how a decoder's tokens travel to experts on other ranks, and what travels where all get as many.
+# `RoutedExperts`: how a decoder's tokens travel to experts on other ranks under equal loads.
 # --------------------------------------------------------------------------------------------------
 
 RANKS = "expert"
@@ -576,7 +580,7 @@ RANKS = "expert"
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedExperts:
-    """What `ParallelMoE` chooses for a rank's microbatch (see `Dispatch`).
+    """The dispatch that `ParallelMoE` chooses for a rank's microbatch (see `Dispatch`), and its sizes.
 
     Attributes:
       ranks: N, of the axis.
@@ -584,8 +588,8 @@ class RoutedExperts:
       top_k: k.
       tokens: T, of a rank's microbatch.
       width, inner: h, and f of one expert on a rank.
-      gates: whether experts multiply two inner products.
-      gathers: 1 where all ranks get all tokens, else 0.
+      gates: whether experts are gated, with two inner products.
+      gathers: 1 where every rank gathers all tokens, else 0.
       ragged: whether only filled slots travel.
       kernel: whether one kernel multiplies all experts' rows.
       capacity: slots of an expert for a rank's tokens; None: no choice is dropped.
@@ -658,7 +662,7 @@ class RoutedExperts:
 
     @property
     def padded(self) -> Many:
-        """The rows that a rank's experts multiply over its share of tokens; 0 if other ranks decide how many arrive."""
+        """Rows that a rank's experts multiply over its (token, expert) pairs; 0 if other ranks decide how many arrive."""
         return either(self.ranks > 1, 0.0, 1.0) if self.capacity is None else self.slots / self.pairs
 
     def kept(self, itemsize: int, *, redone: bool = False) -> Many:
@@ -677,7 +681,7 @@ class RoutedExperts:
         return everyone + self.rows * self.width * (2 * itemsize + wide) + inner * self.inner * itemsize
 
     def held(self, itemsize: int) -> Many:
-        """Bytes that a layer needs besides those while it computes: row gradients, and what a later round keeps."""
+        """Bytes that a layer needs while it computes besides `kept`: row gradients, and what a later round keeps."""
         if self.capacity is not None:
             return 0
         grads = 3 * (self.rows + self.block) * self.width + self.block * self.inner
@@ -709,12 +713,12 @@ def _capacity(tokens: Many, top_k: int, experts: int, factor: float) -> Many:
 
 
 def attention_flows(layers: Layers, attention: SplitAttention, documents: bool = False) -> Iterator[Flow]:
-    """Yield the flows of attention in a rank's blocks; the backward reads again what the forward read, as recomputing does.
+    """Yield the flows of attention in a rank's blocks; the backward, and recomputation, repeat the forward's reads.
 
     Args:
       layers: the rank's.
       attention: how it reads other ranks' positions.
-      documents: whether rows hold several, whose numbers every rank then gathers.
+      documents: whether rows hold several documents, whose segment ids every rank then gathers.
     """
     if documents:
         yield from _segments(layers, attention)
@@ -757,7 +761,7 @@ def _segments(layers: Layers, attention: SplitAttention) -> Iterator[Flow]:
 
 
 def _across(layers: Layers, attention: SplitAttention, kind: str, work: str, times: Many, dtype: str = "") -> Flow:
-    """The flow of keys and values together, of one group or of all."""
+    """The flow of keys and values together: of all groups where they are gathered, of one group per hop of a ring."""
     parts = attention.groups if attention.gathers else 1
     calls, elements = times * layers.parts.blocks, attention.keys * layers.tokens * parts
     flow = layers.flow(kind, attention.split.axis, elements, work, calls=calls, label=ATTENTION, dtype=dtype)
@@ -784,7 +788,7 @@ class Stages:
     experts: tuple[int, ...]
 
     def on_rank(self, rank: int) -> tuple[int, int]:
-        """The blocks of one rank: those with experts, and all."""
+        """(blocks with experts, all blocks) of one rank."""
         return sum(self.experts[rank :: self.num_ranks]), sum(self.blocks[rank :: self.num_ranks])
 
     @property
@@ -804,7 +808,7 @@ class Stages:
 
 @lru_cache(maxsize=4096)
 def _cut(costs: tuple[float, ...], loose: frozenset[int], head: float, num_stages: int) -> tuple[int, ...]:
-    """Assign blocks to stages; a block that is the only one of its kind begins no stage."""
+    """The number of blocks of each stage, by balanced costs; a block that is the only one of its kind begins no stage."""
     begins = [i for i in range(len(costs)) if i not in loose]
     own = [costs[i] for i in begins]
     own[0] += sum(costs[: begins[0]])
@@ -814,7 +818,7 @@ def _cut(costs: tuple[float, ...], loose: frozenset[int], head: float, num_stage
 
 
 def stages_of(config: DecoderLike, plan: Plan, degrees: dict[str, int]) -> Stages:
-    """How a plan's pipeline cuts a model: between blocks, with balanced numbers of multiplications.
+    """The stages into which a plan's pipeline cuts a model: between blocks, with balanced numbers of multiplications.
 
     Raises:
       ValueError: when there are fewer blocks than stages.
@@ -852,19 +856,19 @@ def timetable_of(plan: Plan, degrees: dict[str, int]) -> Timetable | None:
 
 
 def bubble(timetable: Timetable | None, costs: StageCosts | None = None) -> float:
-    """Idle time over useful time of a pipeline; 0 without one."""
+    """Idle time over useful time of a pipeline's ranks; 0 without one."""
     return 0.0 if timetable is None else simulate(timetable, costs).bubble_fraction
 
 
 # --------------------------------------------------------------------------------------------------
-# What a decoder's experts send: tokens to the ranks of their experts and back, and what routers say of all tokens.
+# What a decoder's experts send: tokens to the ranks of their experts and back, and the sums of their routers.
 # --------------------------------------------------------------------------------------------------
 
 ROUTER = "router"
-"""What routers sum over all ranks that have a part of a microbatch."""
+"""Label of the sums that routers make over all ranks that have a part of a microbatch."""
 
 BUFFERS = "buffers"
-"""State of the model that ranks join once per step: here the counts by which a selection bias learns."""
+"""Label of model state that ranks sum once per step: here the counts by which a router's selection bias learns."""
 
 
 def expert_flows(layers: Layers, experts: RoutedExperts) -> Iterator[Flow]:
@@ -879,9 +883,9 @@ def expert_flows(layers: Layers, experts: RoutedExperts) -> Iterator[Flow]:
 
 
 def _ends(layers: Layers) -> Many:
-    """0 if a unit ends with the experts' results, whose exchange recomputation need not repeat; else 1.
+    """0 if a recomputed unit ends with the experts' exchange, which recomputation need not repeat; else 1.
 
-    A pipeline's stage is one unit where nothing but what is elementwise is made again.
+    Without recomputation a pipeline's whole stage is one unit, in which only elementwise work is made again.
     """
     within = layers.run.pipelined and not (layers.config.scan_layers or layers.config.sequence_parallel)
     return most(int(layers.config.post_norms), either(layers.run.recomputes > 0, 0, int(within)))
@@ -896,14 +900,14 @@ def _round(layers: Layers, experts: RoutedExperts, travels: Many, kind: str) -> 
 
 
 def _rounds(layers: Layers, experts: RoutedExperts) -> Iterator[Flow]:
-    """Yield the exchange of the number of rounds; rounds after the first are stood for by one."""
+    """Yield the gathers of counts, by which ranks agree on the number of rounds, the first round, and one `LATER` round."""
     travels, again = 1 - experts.gathers, layers.run.recomputes
     blocks, kind = layers.parts.experts * travels, "ragged_all_to_all" if experts.ragged else "all_to_all"
     numbers = experts.ranks * experts.experts
     for work, times in (("forward", 1), ("backward", again)):
         yield layers.flow(GATHER, RANKS, numbers, work, calls=times * blocks, label=EXPERTS, dtype="int32")
     yield from _round(layers, experts, travels, kind)
-    # Their backward computes each again; a pipeline's, which lies apart from its forward, all of them once more.
+    # The backward of a later round computes it again; a pipeline's, apart from its forward, does so once more.
     repeated = 2 * most(again, int(layers.run.pipelined)) * _ends(layers)
     rows = experts.slots * experts.width
     for work, times in (("forward", 2), ("backward", 4 + repeated)):

@@ -56,7 +56,7 @@ from axonml_jax.pipeline.schedules import AXIS
 from axonml_jax.program.recompute import AHEAD
 
 # --------------------------------------------------------------------------------------------------
-# Activation bytes of a decoder: what a block keeps for its backward, and what loss and head need at their fullest.
+# Activation bytes of a decoder: what a block keeps for its backward, and what loss and head need at their peak.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -68,9 +68,9 @@ class BlockActivations:
       kept: what one block keeps until its backward.
       rebuilt: what one block holds while it is recomputed (0 where nothing is).
       boundary: the activation between two blocks.
-      sent: of what is kept, what is in the host's memory meanwhile.
-      head: logits, their gradient and what the loss makes of them, at their fullest.
-      others: what attention holds of other ranks' positions while it computes, and of their gradients, or experts of a round.
+      sent: the part of `kept` that is in the host's memory meanwhile.
+      head: logits, their gradient and the loss's temporaries, at their peak.
+      others: what attention holds of other ranks' keys and values while it computes, or experts of a later round.
     """
 
     kept: Many
@@ -88,7 +88,7 @@ SCRATCH = 1 << 27
 """Bytes of a TPU chip's scratch memory (VMEM of v5e and v5p), in which XLA lays what is small."""
 
 SENDS = {"tpu": 6.5e-5, "cuda": 1.1e-4}
-"""Bytes that a device sends to its host, and takes back, for a FLOP that it computes meanwhile, by platform: the least of the
+"""By platform, the bytes that a device can send to its host and take back per FLOP computed meanwhile: the least of the
 planner's table of hardware at half of the peak FLOP/s. XLA for CPUs sends none."""
 
 
@@ -121,8 +121,8 @@ def block_activations(
       compute: name of the activations' dtype.
       run: says what the backward recomputes.
       platform: what is compiled for, "tpu", "cuda" or "cpu"; None: no kernel of attention is counted on.
-      attention: where it reads positions of other ranks: block by block, or by a kernel where ranks split heads alone.
-      experts: in the place of dense feed-forward parts.
+      attention: how it reads positions of other ranks, in blocks or by a kernel; None: it reads a rank's own.
+      experts: the experts that replace dense feed-forward parts; None: there are none.
       apart: whether the backward is in another loop than the forward, which then keeps products alone, all of them.
       documents: whether rows hold several documents.
     """
@@ -135,7 +135,7 @@ def block_activations(
     one_pass = platform in ("cuda", "tpu") and itemsize == 2
     feed = _feed(config, tokens, inside, itemsize, experts, one_pass)
     whole = boundary + feed.whole + _between_products(config, degrees, tokens, length, itemsize, fused, one_pass)
-    # Of what is between the layers: both closing products, and with biases the first of them before its bias.
+    # Between the layers both closing products are kept, and with biases the first of them before its bias too.
     closing = size * itemsize * (3 if config.use_bias else 2)
     selective = boundary + divided(tokens * shape.opened * itemsize, inside) + divided(tokens * closing, outside)
     selective += feed.products + divided(tokens * shape.pressed * itemsize, outside)
@@ -165,7 +165,7 @@ def block_activations(
 def _between_products(
     config: DecoderLike, degrees: Mapping[str, Many], tokens: Many, length: int, itemsize: int, fused: bool, one_pass: bool
 ) -> Many:  # fmt: skip
-    """Bytes that a block's backward reads besides its input and feed-forward part: attention's, and those of norms."""
+    """Bytes that a block's backward reads besides its input and feed-forward part: those of attention and of norms."""
     (inside, outside), shape, size = _cuts(config, degrees), config.attention_shape, config.hidden_size
     # Attention weights as the softmax leaves and as it is read; of capped scores the tangent too.
     of_scores = (_WIDE if config.attention_softcap is None else 2 * _WIDE) + itemsize
@@ -181,14 +181,14 @@ def _between_products(
 
 
 def _sent(config: DecoderLike, tokens: Many, length: int, platform: str | None, run: Run) -> Many:
-    """Bytes that can be sent to the host while one block's forward is computed for all of its heads."""
+    """Bytes that the link takes to the host while one block's forward is computed; at most the block's share of `run.sends`."""
     of_blocks = config.flops_per_token(length) - 6 * config.hidden_size * config.vocab_size
     link = int(SENDS.get(platform or "", 0.0) * of_blocks / 3 / config.num_layers)
     return least(tokens * link, int(run.sends) // config.num_layers)
 
 
 def _sums(config: DecoderLike, degrees: Mapping[str, Many], boundary: Many, selective: Many) -> Many:
-    """Bytes of the sums over ranks, kept when the rest of a block is recomputed: after attention, or all products."""
+    """Bytes of the sums over ranks that are kept when the rest of a block is recomputed; on a grid all products."""
     own = layer_degrees(config, degrees)
     if config.split == "grid":
         return either(most(own["row"], own["col"]) > 1, selective - boundary, 0)
@@ -198,8 +198,8 @@ def _sums(config: DecoderLike, degrees: Mapping[str, Many], boundary: Many, sele
 def _head_norms(config: DecoderLike, itemsize: int, one_pass: bool) -> int:
     """Bytes per token of query and key norms: inputs, outputs, factors, and two numbers per head.
 
-    Where rsqrt and scale are one factor it is as large as they are; with biases what enters is kept before them too. In one
-    pass they are kept as they enter, beside the two numbers.
+    Zero-centered norms keep one array fewer, as rsqrt and scale are separate there; with biases inputs are kept before the bias
+    too. In one pass only the inputs are kept, beside the two numbers.
     """
     shape, wides = config.attention_shape, 3 if config.zero_centered_norm else 4
     each = itemsize if one_pass else wides * _WIDE + (itemsize if config.use_bias else 0)
@@ -207,13 +207,13 @@ def _head_norms(config: DecoderLike, itemsize: int, one_pass: bool) -> int:
 
 
 class _Feed(NamedTuple):
-    """Bytes of a block's feed-forward part; the mean over several kinds.
+    """Bytes of a block's feed-forward part; with dense and expert blocks the mean over all.
 
     Attributes:
       whole: what its backward reads.
       products: its dense products alone.
       routed: what is kept of experts where elementwise work is redone.
-      gradient: of the dense inner features, beside all of these in the backward; 0 where other terms stand for it.
+      gradient: the gradient of dense inner features, beside these in the backward; 0 where other terms include it.
     """
 
     whole: Many
@@ -227,7 +227,7 @@ def _feed(
 ) -> _Feed:  # fmt: skip
     gated = inward_products(config) == 2
     dense = lambda inner, each: divided(tokens * inner * each * itemsize, inside)
-    # In one pass without what the activation's gradient makes again.
+    # In one pass the activation's backward recomputes the rest.
     kept = (3 if gated else 2) if one_pass else (5 if gated else 3)
     gradient = dense(config.mlp_size, 1) if one_pass else 0
     own = _Feed(dense(config.mlp_size, kept), dense(config.mlp_size, 2 if gated else 1), gradient=gradient)
@@ -246,7 +246,7 @@ def _feed(
 def fuses_attention(
     config: DecoderLike, length: int, compute: str, platform: str | None, documents: bool = False
 ) -> bool:  # fmt: skip
-    """Whether attention on a platform (None: without kernels) avoids holding the scores of all positions."""
+    """Whether attention holds no scores of all positions, by a kernel of the platform (None: no kernel) or in blocks."""
     if kernel_computes(config, length, compute, platform, documents):
         return True
     if config.attention == "auto":
@@ -300,14 +300,13 @@ def compute_dtype(config: DecoderLike, compute: str | None) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# `Memory`: bytes per device by kind, on the rank that holds most; and the items of it that weights and activations
-# need.
+# `Memory`: bytes per device by kind, on the rank that holds most; and how weights and activations add up to it.
 # --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device. The first two and the batch persist between steps; the others exist within one.
+    """Bytes on one device. Parameters, optimizer, padding and batch persist between steps; the others exist within one.
 
     Each is a number for one plan, or an array for many candidates at once.
 
@@ -315,18 +314,19 @@ class Memory:
       parameters: resting parameters, padding left out.
       optimizer: its state, padding left out; with rounds a replica's own parameters and the outer momentum too, and what sums
         of gradients leave out where that is fed back.
-      gradients: at their fullest.
-      activations: kept for the backward, and the head's and loss's at their fullest.
-      gathered: whole parameters beside resting ones, and unreduced gradients of a unit.
+      gradients: at their peak.
+      activations: kept for the backward, and the head's and loss's at their peak.
+      gathered: gathered or cast parameters beside resting ones, and unreduced gradients of a unit.
       pipeline: buffers of a pipeline's activations and cotangents on their way, slots for idle ticks, and what one tick of a
         stage holds beside the slots.
       joining: at the end of a round (`ax.DiLoCo`): a replica's parameters after the step, their differences from the outer ones
-        and the sums of these. It comes after the backward, so its fullest moment is another one.
+        and the sums of these. It comes after the backward, so it is no part of the backward's peak.
       padding: zeros that make leaves divide, in parameters and optimizer.
       batch: the rank's rows.
-      host: bytes of all these that rest in host memory instead.
-      kept_on_host: bytes kept for the backward in host memory, which are in none of the others.
-      looped: how often gradients are allocated before the backward begins: for microbatches, and for blocks in one loop.
+      host: the bytes of parameters, optimizer and gradients that rest in host memory instead.
+      kept_on_host: activations in host memory, which are in none of the others.
+      looped: copies of the gradients that are allocated before the backward begins: one for microbatches, one for blocks in a
+        loop. A count, not bytes.
     """
 
     parameters: Many = 0
@@ -351,8 +351,8 @@ class Memory:
     def temporaries(self) -> Many:
         """Bytes that a step needs besides its arguments, at its peak.
 
-        Gradients grow while activations go: the fullest moment is the beginning of the backward or its end. Those that add up
-        over microbatches are there all the while, and so is what a loop over blocks makes of its own, or a pipeline's.
+        Gradients grow while activations are freed: the peak is the beginning or the end of the backward. Gradients that
+        accumulate over microbatches, or that a loop over blocks or a pipeline writes, are allocated all the while.
         """
         apart = most(self.activations + self.looped * self.gradients, self.gradients)
         both = self.activations + self.pipeline + self.gradients
@@ -365,12 +365,12 @@ class Memory:
         return self.arguments + self.temporaries - self.host
 
     def by_kind(self) -> dict[str, int]:
-        """The bytes of every kind that is not zero."""
+        """The bytes of every kind that is not zero, by attribute; for one plan only."""
         return {f.name: size for f in fields(self) if f.name != "looped" and (size := getattr(self, f.name))}
 
 
 class Rests(NamedTuple):
-    """Bytes of stored parameters on a rank: of all, of trained ones, and of both's padding, which is counted apart."""
+    """Bytes of stored parameters on a rank: of all and of trained ones, without padding, and the padding of each."""
 
     parameters: Many
     trained: Many
@@ -423,9 +423,12 @@ def resting(group: Group, parts: ShardCounts) -> Many:
 
 
 def gathered(weights: Weights, parts: ShardCounts, run: Run) -> Many:
-    """Bytes of gathered parameters besides shards: all, or those of the units in use and one unit's gradients."""
+    """Bytes of gathered parameters besides shards: all, or under ZeRO-3 the units in use and one unit's gradients.
+
+    Without shards, the bytes of parameters that are cast to be read.
+    """
     axis = next((group.sharded for group in weights.groups if group.sharded is not None), None)
-    if axis is None:  # what is cast is whole beside what rests until the backward has read it
+    if axis is None:  # a cast copy lives until the backward has read it
         return sum(
             parts.number(each.place, each.count) * each.read_bytes * (not each.as_they_rest) for each in weights.groups
         )
@@ -434,9 +437,10 @@ def gathered(weights: Weights, parts: ShardCounts, run: Run) -> Many:
 
 
 def read_by_stages(weights: Weights, parts: ShardCounts, chunks: Many, in_ticks: bool) -> Many:
-    """Bytes that a pipeline rank gathers besides shards: of all its stages, or those in use and one's gradients.
+    """Bytes of parameters that a pipeline rank gathers or copies besides its shards.
 
-    Weights that are read as they rest are read where they are.
+    Of all its stages; or, gathered in ticks, of those in use, with one stage's gradients. Weights that are read as they rest
+    take none.
     """
     numbers = [parts.number(group.place, group.count) for group in weights.groups]
     here = list(zip(weights.groups, numbers, strict=True))
@@ -468,11 +472,11 @@ def memory(
       ranks: what each rank of a pipeline has of it.
       run: how a step runs.
       activations, pipeline: as of `Memory`.
-      whole: what is whole beside what rests.
+      whole: bytes of gathered parameters (`Memory.gathered`).
       moments: optimizer values per parameter.
       batch: bytes of a rank's rows.
       offload: what rests on the host.
-      sent: of activations, what is there.
+      sent: activations in host memory (`Memory.kept_on_host`).
       looped: as of `Memory`.
     """
     each = [states(weights, parts, run, moments) for parts in ranks]
@@ -490,19 +494,19 @@ def on_host(held: Mapping[str, Many], offload: CPUOffload) -> Many:
 
 
 def of_blocks(blocks: Many, block: BlockActivations) -> Many:
-    """Activations of a rank's blocks, and of the head or of a recomputed block that reads other ranks' positions.
+    """Bytes of activations that a rank's blocks keep on the device, and of the head or one recomputed block, whichever is more.
 
-    Of what is sent to the host some trips' are back.
+    Activations sent to the host are fetched some trips ahead (`AHEAD`).
     """
     here = blocks * (block.kept - block.sent)
     return here + most(block.head, block.rebuilt + block.others + AHEAD * block.sent)
 
 
 def of_ticks(blocks: Many, ticks: TickCounts, block: BlockActivations, run: Run, grads: Many) -> tuple[Many, Many]:
-    """Activations in a pipeline's slots, and of what passes between ranks and through one tick.
+    """(bytes in the slots of a pipeline, bytes of one tick and of what passes between ranks).
 
-    Stages are recomputed block by block, and of each block what enters it is kept; without recomputation a stage makes what is
-    elementwise again as a whole, from what enters it. `grads`: what a stage's gradients take until the end of its backward.
+    With recomputation, stages are recomputed block by block and each block's input is kept. Without, a stage's elementwise work
+    is made again as a whole, from the stage's input. `grads`: bytes of a stage's gradients until the end of its backward.
     """
     again = run.recomputes > 0
     slot = blocks * block.kept - either(again, 0, (blocks - 1) * block.boundary)
@@ -516,7 +520,7 @@ def batch_bytes(rows: Many, positions: Many, documents: bool) -> Many:
 
 
 # --------------------------------------------------------------------------------------------------
-# `Step`: a training step on paper, or many of one kind at once; what it sends is one list, what it holds one sum.
+# `Step`: a training step on paper, or many of one kind at once: the flows that it sends, and the memory that it holds.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -527,9 +531,9 @@ class Step:
     Attributes:
       model: a decoder's configuration, with its layers split as the mesh needs.
       degrees: of the mesh.
-      run: how often it does what it does.
-      weights: where they rest.
-      ranks: what those ranks of a pipeline have that may have most of something.
+      run: how often it does what.
+      weights: the model's, where they rest.
+      ranks: the parts of the pipeline ranks that can be the peak of some quantity.
       rows: sequences of a rank, whole or in part.
       length: of a sequence, over all ranks that share its positions.
       compute: name of the activations' dtype.
@@ -575,7 +579,7 @@ class Step:
 
     @property
     def fullest(self) -> ShardCounts:
-        """The parts of the pipeline rank that reads most of its own, whose traffic is reported; the first of equals."""
+        """The parts of the pipeline rank that reads most weights of its own, whose traffic is reported; the first of equals."""
         chosen, *others = self.ranks
 
         def reads(parts: ShardCounts) -> Many:
@@ -600,10 +604,10 @@ class Step:
 
 
 def attention_work(step: Step) -> tuple[Many, Many, Many]:
-    """FLOPs per token that masked attention skips, and those that it computes in blocks without a kernel.
+    """(FLOPs per token that masks skip, FLOPs per token of attention in blocks without a kernel, pairs of positions per token).
 
-    The third are pairs of positions that kernels or blocks compute for a token, of all heads and blocks. Einsums leave nothing
-    out; kernels and blocks do, tile by tile.
+    Pairs are those that kernels or blocks compute for a token, over all heads and layers. Kernels and blocks skip masked tiles;
+    an attention that holds all scores skips none, and all three are 0.
     """
     model, apart = step.model, step.attention
     sizes = (step.length, step.compute, step.platform, step.documents)
@@ -620,13 +624,14 @@ def attention_work(step: Step) -> tuple[Many, Many, Many]:
 
 
 def passes(step: Step) -> Many:
-    """Bytes that a rank reads and writes between products in a step, with as few passes as norms, activations and loss allow.
+    """Bytes that a rank reads and writes between products in a step, with the fewest passes that the operations allow.
 
     Per token of a block, forward and backward: a norm with the sum before it reads two arrays and writes two each way; an
     activation reads its products and writes one, and reads these and a gradient and writes theirs; queries, keys and values
-    are split with their rotation or biases, and joined; a softmax that is no kernel's reads and writes its scores, and reads
-    them and their gradient and writes one; experts' rows are sent and put together. What a block computes again it passes over
-    again. Logits are read twice and written once. A pipeline's ranks have equal parts. The update is priced apart.
+    are split with their rotation or biases, and concatenated; a softmax outside of kernels reads and writes its scores, and
+    reads them and their gradient and writes one; experts' rows are sent and put together. Recomputation repeats a block's
+    passes. Logits are read twice and written once. A pipeline's ranks are taken to have equal parts. The update is
+    priced apart.
     """
     model, run, shape = step.model, step.run, step.model.attention_shape
     inside, outside = _cuts(model, step.degrees)
@@ -656,7 +661,7 @@ def _activation_passes(config: DecoderLike, experts: bool, again: Many) -> Many:
 
 
 def attention_problems(step: Step) -> list[str]:
-    """Why the attention that a model names cannot run; empty if it leaves the choice open."""
+    """Why the attention that a model names cannot run; empty if it can, or the model leaves the choice open."""
     model, apart, asked = step.model, step.attention, step.model.attention
     if asked in ("auto", "blocks"):
         return []
@@ -692,10 +697,10 @@ def flows(step: Step) -> Iterator[Flow]:
 
 
 def held(step: Step, *, moments: int, offload: CPUOffload, in_ticks: bool) -> Memory:
-    """The memory of the rank that holds most.
+    """The memory of a step on the rank that holds most.
 
     Args:
-      step: which.
+      step: the step.
       moments: optimizer values per parameter.
       offload: what rests on the host.
       in_ticks: whether a pipeline gathers its stages in its ticks.
@@ -728,7 +733,7 @@ def weights_of(model: DecoderLike, plan: Plan, degrees: Mapping[str, int]) -> We
     Args:
       model: its configuration.
       plan: with every default decided.
-      degrees: of the mesh; stages of `pipe` share them out.
+      degrees: of the mesh; `pipe` is left out, as stages hold whole blocks.
     """
     own: Any = plan.axes  # hashable, as every plan's are
     sizes = tuple((axis, ranks) for axis, ranks in degrees.items() if axis != AXIS)

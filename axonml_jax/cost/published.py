@@ -72,16 +72,16 @@ def layer_volumes(
 
 
 # --------------------------------------------------------------------------------------------------
-# What the papers say a plan must send: the amount beside which the ledger prints what a step sends. It decides nothing.
+# What the papers say a plan must send, which the ledger prints beside what a step sends. No plan depends on it.
 # --------------------------------------------------------------------------------------------------
 
 
 def minimum_traffic(placement: Placement) -> Fraction:
     """Bytes per rank and update of gradients and parameters on a ring, padding not counted.
 
-    With P elements on N ranks and A microbatches, (N-1)/N times: 2P along a replicated axis (DDP); 2P, (1+A)P and 3AP along a
-    sharded one (ZeRO-1, 2 and 3), and then all other axes reduce only a rank's part. A pipeline's rank moves its own
-    stages: 2P where it gathers them once per step, 3P for each time that it gathers them otherwise. Gathered parameters
+    In elements, with P parameters on N ranks and A microbatches, (N-1)/N times: 2P along a replicated axis (DDP); 2P, (1+A)P
+    and 3AP along a sharded one (ZeRO-1, 2 and 3), and then all other axes reduce only a rank's part. A pipeline's rank moves
+    its own stages: 2P where it gathers them once per step, 3P for each time that it gathers them otherwise. Gathered parameters
     travel in the compute dtype, gradients in the reduce dtype. Nothing travels along an axis under NO_SYNC. Where
     replicas train by themselves for H steps, 2P/H travels along theirs, on average. A step may send a little less than ZeRO-3's
     amount: what the backward does not read, such as biases and the first layer's weights, is not gathered again.
@@ -91,7 +91,7 @@ def minimum_traffic(placement: Placement) -> Fraction:
     amounts = [_of_leaf(placement, own_part(placement, layout), trained) for layout, trained in leaves]
     if placement.stages is None:
         return sum(amounts, Fraction(0))
-    # The rank with the most; activations are not in it.
+    # The rank with the most.
     stages, ranks = placement.stages.stages, placement.stages.num_ranks
     each = (sum((a for a, p in zip(amounts, stages, strict=True) if p % ranks == r), Fraction(0)) for r in range(ranks))
     return max(each)
@@ -106,7 +106,7 @@ def weight_traffic(
 ) -> Fraction:
     """Bytes per rank and update of one parameter's traffic on a ring, or of several that are sharded alike.
 
-    What is frozen is gathered once: a backward that goes through it, as LoRA's, gathers it again, beside this minimum.
+    Frozen parameters count as gathered for the forward alone; a backward through them, as LoRA's, gathers them again.
 
     Args:
       plan: the plan.
@@ -121,7 +121,7 @@ def weight_traffic(
     own = lambda axis: as_axes(axis)[0] in split
     within, rounds = plan.within_round().on(degrees), plan.rounds
     outwards = list(within.items())[::-1]
-    # What layers split is never whole.
+    # Axes that split the leaf come first, layers' before the others: the rest move only a rank's part.
     outwards.sort(key=lambda each: (not own(each[0]), each[1].role.parameters != "layers"))
     for axis, strategy in outwards:
         role, ranks = strategy.role, math.prod(degrees[name] for name in as_axes(axis))
@@ -149,9 +149,9 @@ def pipeline_traffic(chunks: int, microbatches: int, elements: int, itemsize: in
 
 
 def experts_traffic(elements: int, top_k: int, itemsize: int, ranks: int) -> Fraction:
-    """Bytes per rank of a layer of experts and a microbatch of [b, s, h]: to each token's k experts and back, both ways.
+    """Bytes per rank of a layer of experts and a microbatch of [b, s, h], forward and backward.
 
-    Or all tokens to all ranks and the sums of outputs back, where that is less.
+    Tokens travel to their k experts and back; or all tokens to all ranks and sums of outputs back, where that is less.
     """
     return Fraction(4 * min(top_k, ranks) * elements * itemsize * (ranks - 1), ranks)
 
@@ -213,8 +213,8 @@ def zero(params: int, ranks: int, stage: int, each: Bytes = MIXED_ADAM) -> Amoun
 def deepspeed(params: int, ranks: int, stage: int, *, largest_layer: int = 0, offload: str = "none") -> Amount:
     """Bytes per GPU as DeepSpeed's `estimate_zero{2,3}_model_states_mem_needs` counts them.
 
-    It keeps 16 bytes per parameter in the optimizer's partition (float32 parameters, gradients and moments) beside 16-bit
-    parameters; stage 3 adds the largest layer whole, parameters and gradients of 2 bytes each.
+    Each rank's partition has 18 bytes per parameter: float32 parameters, gradients and moments, and 2 bytes of 16-bit gradients
+    (stage 2, which adds all 16-bit parameters) or parameters (stage 3, which adds the largest layer, 4 bytes per parameter).
 
     Args:
       params: P.
@@ -224,13 +224,15 @@ def deepspeed(params: int, ranks: int, stage: int, *, largest_layer: int = 0, of
       offload: "none"; "optimizer": optimizer and gradients on the CPU; "all": parameters too (stage 3).
 
     Raises:
-      ValueError: for what its estimators do not have.
+      ValueError: for what its estimators do not have, or no ranks.
     """
     if (stage, offload) not in [(2, "none"), (2, "optimizer"), (3, "none"), (3, "optimizer"), (3, "all")]:
         raise ValueError(
             f"DeepSpeed has no estimator of stage {stage} with offload={offload!r}: stage 2 takes 'none' and 'optimizer', "
             "stage 3 'all' too"
         )
+    if ranks < 1:
+        raise ValueError(f"ZeRO over {ranks} ranks: give at least one")
     sharded = {"none": 18, "optimizer": 0 if stage == 2 else 2, "all": 0}[offload]
     whole = 2 * params if stage == 2 else 4 * largest_layer
     return exact(whole + Fraction(sharded * params, ranks))

@@ -19,7 +19,7 @@ from axonml_jax.ledger.count import Branch, Collective, Loop, number
 # Where a compiled program's collectives stand: kinds and loops of optimized HLO.
 #
 # Placement only. XLA merges, splits and replaces collectives and may change their dtype, so bytes and launches are
-# counted on the trace and on StableHLO (`traced`, `lowered`).
+# counted on the trace (`ledger/count.py`) and on StableHLO (`collectives_in_lowered`).
 # --------------------------------------------------------------------------------------------------
 
 KINDS: dict[str, str] = {
@@ -34,7 +34,7 @@ KINDS: dict[str, str] = {
 """HLO's names of collectives -> the ledger's."""
 
 BETWEEN_SLICES = " between slices"
-"""Follows a kind that XLA:TPU has made a transfer over the data-center network; what is left of it runs within a slice."""
+"""Suffix of the kind of a transfer over the data-center network, which XLA:TPU splits off a collective over several slices."""
 
 _TRANSFERS = {"one_to_one": "permute"}
 _TRANSFER = re.compile(r'_xla_megascale_target="\{([\d,:]+)\}.*_xla_megascale_transfer_type="(\w+)"')
@@ -53,13 +53,13 @@ class CompiledCollective:
     """One collective instruction of an optimized program.
 
     Attributes:
-      kind: one of `wire.KINDS`, or one with `BETWEEN_SLICES`.
+      kind: one of `cost.decoder.KINDS`, or one with `BETWEEN_SLICES`.
       in_loop: whether it runs inside a while loop's body or condition.
       asynchronous: whether it is the start of an asynchronous pair.
       result: the type of its result as HLO writes it; of a start without its operands.
       groups: its replica groups, or a permute's pairs, as HLO writes them.
       place: the operation of the traced program that it comes from, with its name scopes.
-      in_branch: whether it stands in a conditional's branch, which not all ranks need take.
+      in_branch: whether it stands in a conditional's branch, which some ranks may not take.
     """
 
     kind: str
@@ -74,8 +74,8 @@ class CompiledCollective:
 def device_peak(compiled: Any) -> int:
     """Peak bytes on one device, as XLA:TPU plans the program.
 
-    XLA counts what rests in host memory, before and after, as if it were on the device; and where the host's temporaries are
-    larger than the device's, its peak is theirs. There it is what arguments, results and temporaries take.
+    XLA's peak includes arguments and results in host memory, which are subtracted. Where the host's temporaries are larger than
+    the device's, XLA reports theirs; the sum of arguments, results and temporaries, an upper bound, is then taken.
     """
     found = compiled.memory_analysis()
     host = found.host_argument_size_in_bytes + found.host_output_size_in_bytes - found.host_alias_size_in_bytes
@@ -155,9 +155,9 @@ def _between_slices(send: str) -> tuple[str, int] | None:
 
 
 def result_of_start(kind: str, result: str) -> str:
-    """The result in the type of an instruction that starts a collective.
+    """The type of the result, from the type of an instruction that starts a collective.
 
-    Operands stand before it, and behind it what the hardware needs. An all-reduce's start has results alone.
+    The tuple has the operands first, then the result, then buffers of the hardware. An all-reduce's start has results alone.
 
     >>> result_of_start("permute", "(f32[8,2]{1,0}, f32[8,2]{1,0}, u32[], u32[])")
     'f32[8,2]{1,0}'
@@ -183,13 +183,13 @@ def callees(line: str) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Hold a traced count against a lowered one, launch by launch.
+# Compares a traced count with a lowered one, launch by launch.
 # --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Difference:
-    """One kind of launch that the two programs hold a different number of times."""
+    """One kind of launch of which the traced and the lowered program have different numbers."""
 
     kind: str
     dtype: str
@@ -207,9 +207,9 @@ class Difference:
 
 
 def agreement(traced: Iterable[Collective], lowered: Iterable[Collective]) -> list[Difference]:
-    """Every difference between a traced program's collectives and its lowered program's; empty when they agree.
+    """Lists the differences between a traced program's collectives and its lowered program's; empty when they agree.
 
-    Compared are launches as the program text holds them: a call on a tree is one launch per leaf, a loop's body is one
+    Launches are compared as the program text has them: a call on a tree is one launch per leaf, a loop's body is one
     text (or as many as `unroll` makes), every branch counts.
 
     Args:
@@ -237,7 +237,7 @@ def _launches(entries: Iterable[Collective]) -> Iterator[tuple[str, str, int, in
 
 
 def _copies(loops: Iterable[Loop]) -> Counter[bool]:
-    """How often a collective appears inside and outside of loops once its enclosing loops are lowered."""
+    """How often a collective's text appears inside (True) and outside (False) of loops once its loops are lowered."""
     copies: Counter[bool] = Counter({False: 1})
     for loop in loops:
         inside, outside = _loop_copies(loop)
@@ -247,7 +247,7 @@ def _copies(loops: Iterable[Loop]) -> Counter[bool]:
 
 
 def _loop_copies(loop: Loop) -> tuple[int, int]:
-    """Copies of a loop's body inside the lowered while loop, and beside it (what `lax.scan(unroll=)` leaves over)."""
+    """Copies of a loop's body inside the lowered while loop, and beside it (the remainder of `lax.scan(unroll=)`)."""
     if loop.trips is None:
         return 1, 0
     if loop.unroll == 1:
@@ -259,7 +259,7 @@ def _loop_copies(loop: Loop) -> tuple[int, int]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Count the collectives of a lowered program (StableHLO): what JAX hands to the compiler, before XLA touches it.
+# Counts the collectives of a lowered program (StableHLO), which JAX gives to the compiler.
 # --------------------------------------------------------------------------------------------------
 
 _KINDS: dict[str, str] = {
@@ -391,9 +391,9 @@ def _dtype_name(text: str) -> str:
 # --------------------------------------------------------------------------------------------------
 # What a compiled program's schedule moves, times the trips of its loops, and how much of it runs behind compute.
 #
-# `compiled` says which collectives there are; this room reads the order of instructions, which XLA:TPU and XLA:GPU fix
-# when they compile. XLA:TPU hides a collective as a fusion that starts it, others that carry it beside their own work,
-# and one that ends it.
+# `collectives_in_compiled` says which collectives there are; this part reads the order of instructions, which XLA:TPU and
+# XLA:GPU fix when they compile. XLA:TPU hides a collective as a fusion that starts it, others that carry it beside their
+# own work, and one that ends it.
 # --------------------------------------------------------------------------------------------------
 
 _LINE = re.compile(r"^(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
@@ -411,10 +411,10 @@ class Moved:
     """The collectives of one kind in a step, with their bytes.
 
     Attributes:
-      kind: one of `wire.KINDS`, or one with `BETWEEN_SLICES`, or "all".
+      kind: one of `cost.decoder.KINDS`, or one with `BETWEEN_SLICES`, or "all".
       count: executions, those in loops times their trips.
       size: bytes that one rank sends for them, by the formulas of rings.
-      hidden: bytes of those with a matrix product, or a kernel, scheduled between their start and their end.
+      hidden: bytes of the asynchronous ones with a matrix product, or a kernel, scheduled between their start and end.
     """
 
     kind: str
@@ -439,9 +439,9 @@ class _Instruction(NamedTuple):
 
 
 def moved(program: Any, kinds: Sequence[str] = WIRE_KINDS) -> dict[str, Moved]:
-    """What a scheduled program sends, by kind, with the sum under "all".
+    """Sums what a scheduled program sends by kind, and over all kinds under "all".
 
-    A loop whose number of trips cannot be read counts once.
+    A loop whose number of trips cannot be read counts once; every branch of a conditional counts.
 
     Args:
       program: optimized HLO as text, or anything whose `as_text()` gives it.
@@ -515,7 +515,7 @@ class _ScheduleReader:
         return int(read[0]) if len(read) == 1 and read[0].isdigit() else 1
 
     def _in_fusion(self, fusion: _Instruction) -> list[tuple[str, float]]:
-        """Yield the collectives that a fusion starts or runs; carriers of a hidden one hold copies, which do not count."""
+        """The (kind, bytes) of collectives that a fusion starts or runs; copies in fusions that only carry one are left out."""
         inner = [each for callee in callees(fusion.rest) for each in self._body(callee)]
         found = [(KINDS[each.op], each) for each in inner if each.op in KINDS]
         carried = lambda each: "chain_id=" in each.rest and not fusion.name.startswith(_STARTS)
@@ -561,7 +561,7 @@ def _ends(each: _Instruction, start: str) -> bool:
 
 
 def _received(body: Sequence[_Instruction], send: int) -> int:
-    """Where the program starts to wait for the answer to a send between slices; this may precede the send."""
+    """The index of the recv that belongs to a send between slices, which may come first; without one that of the send."""
     rendezvous = _RENDEZVOUS.search(body[send].rest)
     for i, each in enumerate(body):
         other = _RENDEZVOUS.search(each.rest) if each.op == "recv" else None
@@ -585,7 +585,7 @@ def _bytes(kind: str, each: _Instruction, sent: str = "") -> float:
 
 
 def _group_size(rest: str) -> int:
-    """The number of ranks in a group; two if the program does not tell, as for a permute."""
+    """The number of ranks in a group; 2 if the program does not say, as for a permute, whose bytes do not depend on it."""
     if match := _MESH.search(rest):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
         product = 1
@@ -599,8 +599,7 @@ def _group_size(rest: str) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# What XLA's partitioner sends along an axis that was left to it: counted in the compiled program, the only place it
-# shows.
+# What XLA's partitioner sends along an axis that was left to it, counted in the compiled program: nothing else shows it.
 # --------------------------------------------------------------------------------------------------
 
 _ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
@@ -615,7 +614,7 @@ class PartitionedTraffic:
     Attributes:
       axis: the mesh axis.
       ranks: its size.
-      entries: (kind, result type, whether in a loop) -> how many there are. What a loop holds runs once per trip.
+      entries: (kind, result type, whether in a loop) -> number of instructions; those in a loop run once per trip.
     """
 
     axis: str
@@ -693,8 +692,7 @@ def _array_bytes(kind: str, dims: str) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a compiled step sends along an axis that splits positions and is left to the partitioner: attention, sums, the
-# rest.
+# What a compiled step sends along an axis that splits positions and is left to the partitioner: attention, sums, others.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -705,9 +703,9 @@ class PositionTraffic:
     Attributes:
       axis: the mesh axis.
       ranks: its size.
-      attention: those of the attention that was recognised.
+      attention: those of recognised attention.
       sums: those that add up gradients, losses and statistics.
-      others: the rest: what the model's code does across positions besides.
+      others: all others: what the model's code sends across positions besides.
     """
 
     axis: str

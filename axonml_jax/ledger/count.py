@@ -18,10 +18,8 @@ from axonml_jax.program import program as rules
 from axonml_jax.program.program import Equation, Program, no_calls, read_program, rule_of
 
 # --------------------------------------------------------------------------------------------------
-# What a communicating equation sends: the primitives and their kinds stand in `program/program.py`.
-#
-# The names differ with the `check_vma` mode (`psum` off, `psum_invariant` on) and with the JAX version; tests trace
-# each.
+# What a communicating equation sends. The primitives and their kinds stand in `program/program.py`; their names differ with
+# `check_vma` (`psum` off, `psum_invariant` on) and with the JAX version, and tests trace each.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -38,7 +36,7 @@ class Call(NamedTuple):
 
 
 def read(op: Operation, axis_sizes: Mapping[str, int]) -> Call | None:
-    """What one equation communicates; None if nothing.
+    """Reads what one equation communicates; None if nothing.
 
     Args:
       op: an equation without inner programs.
@@ -115,7 +113,7 @@ class Collective:
     """One communicating call: its kind, axes, size and number of executions.
 
     Attributes:
-      kind: one of `wire.KINDS`.
+      kind: one of `cost.decoder.KINDS`.
       op: what a reduction computes (`sum`, `max`, `min`), else empty.
       axes: the mesh axes it runs over (empty when read from a lowered program, which may not name them).
       group_size: how many ranks take part. 0 for a permute read from a lowered program, which does not say.
@@ -126,9 +124,9 @@ class Collective:
       path: enclosing loops and branches, outermost first.
       label: what it moves: the last `axonml.<label>` among its name scopes, `scalars` for unlabelled scalars, or empty.
       scope: its whole name stack.
-      padding: how many of the elements are padding, as its scope says (`label.label_of`).
+      padding: how many of the elements are padding, as its scope says (`label_of`).
       counted: False in a branch of a conditional that another branch outweighs: a rank runs only one of them.
-      every: it runs in one of so many steps, as its scope says (`label.period_of`).
+      every: it runs in one of so many steps, as its scope says (`period_of`).
       automatic: mesh axes left to the partitioner here. Shapes are global over these and the partitioner may add
         collectives that no trace shows.
     """
@@ -215,7 +213,7 @@ class Collective:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a collective is for, read from the name scopes around it (`jax.named_scope("axonml.gradients")`).
+# The label of a collective, read from the name scopes around it (`jax.named_scope("axonml.gradients")`).
 # --------------------------------------------------------------------------------------------------
 
 _LABEL = re.compile(r"axonml\.([A-Za-z_]\w*)(?:\.pad(\d+))?")
@@ -235,7 +233,7 @@ def label_of(scope: str, kind: str) -> tuple[str, int]:
 
     Args:
       scope: a name stack as text.
-      kind: the collective's kind (`wire.KINDS`).
+      kind: the collective's kind (`cost.decoder.KINDS`).
 
     Returns:
       (label, padding): an empty label and no padding where no scope says anything.
@@ -280,8 +278,8 @@ class PrintedTable:
       header: names of the columns.
       rows: cells.
       left: columns that hold words; the others hold numbers.
-      shares: of every row a number from 0 to 1, a bar in HTML; empty: no bars.
-      spare: columns that a narrow terminal does without, the first of them first.
+      shares: for every row a number from 0 to 1, drawn as a bar in HTML; empty: no bars.
+      spare: columns to leave out in a narrow terminal, in this order.
     """
 
     header: Sequence[str]
@@ -324,8 +322,8 @@ class TrafficRow:
     """The collectives of one label, kind, axes, dtype and place in one step.
 
     Attributes:
-      label: what they move (`label.label_of`); `padding` for the padded part of buffers that say so.
-      kind: one of `wire.KINDS`.
+      label: what they move (`label_of`); `padding` for the padded part of buffers that say so.
+      kind: one of `cost.decoder.KINDS`.
       axes: the mesh axes.
       group_size: ranks that take part.
       dtype: the element type on the wire.
@@ -439,7 +437,7 @@ def trace(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Place:
-    """What encloses the equations that are read."""
+    """The surroundings of the equations that are read: mesh axes, loops and branches, name scopes."""
 
     axis_sizes: dict[str, int] = field(default_factory=dict)
     path: tuple[Loop | Branch, ...] = ()
@@ -505,7 +503,7 @@ def _scope(place: _Place, equation: Equation) -> str:
 
 
 class _Run:
-    """Consecutive equations that came from one call on a tree."""
+    """Consecutive equations that came from one call on a tree: one source line, collective and scope."""
 
     def __init__(self, place: _Place) -> None:
         self.place = place

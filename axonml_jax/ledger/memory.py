@@ -23,12 +23,12 @@ from axonml_jax.sharding.layout import is_layout
 from axonml_jax.strategies.strategy import LeftToXLA, units
 
 # --------------------------------------------------------------------------------------------------
-# What compiled programs may send where an axis that splits positions is left to XLA's partitioner.
+# Limits on what compiled programs send where an axis that splits positions is left to XLA's partitioner.
 # --------------------------------------------------------------------------------------------------
 
 
 def accepting(placement: Placement, mesh: Mesh) -> Callable[[Any], None] | None:
-    """A check that raises for a compiled step that would hang, or sends more than strategies allow; None if none is needed."""
+    """Returns a check that raises for a compiled step that would hang, or sends more than strategies allow; None: no check."""
     asked = [each for each in (would_hang(placement, mesh), over_budget(placement)) if each is not None]
 
     def accept(compiled: Any) -> None:
@@ -39,10 +39,10 @@ def accepting(placement: Placement, mesh: Mesh) -> Callable[[Any], None] | None:
 
 
 def would_hang(placement: Placement, mesh: Mesh) -> Callable[[Any], None] | None:
-    """A check that raises for a compiled program whose devices would wait for others for ever; None if none can.
+    """Returns a check that raises for a compiled program whose devices would wait for each other for ever; None: none can.
 
     A pipeline's stages are branches, which ranks of other stages do not take. XLA:CPU's permutes wait for all devices, whatever
-    pairs they have, and the partitioner makes some where code shifts positions.
+    their pairs, and the partitioner makes permutes where code shifts positions.
 
     Raises:
       ValueError: from the function returned; it lists every permute in a branch, and the remedies.
@@ -67,7 +67,7 @@ def would_hang(placement: Placement, mesh: Mesh) -> Callable[[Any], None] | None
 
 
 def over_budget(placement: Placement) -> Callable[[Any], None] | None:
-    """A check that raises for a compiled step that sends more than the plan's strategies allow; None without a limit.
+    """Returns a check that raises for a compiled step that sends more than the plan's strategies allow; None: no limit.
 
     Raises:
       ValueError: from the function returned; it lists every operation that sends, with its bytes, and the remedies.
@@ -127,11 +127,11 @@ class FSDPMemoryStats:
     Attributes:
       total_params: trained and frozen parameters of the whole model.
       param_bytes: resting parameters.
-      grad_bytes: gradients at their fullest.
-      optim_bytes: optimizer state; with rounds (`ax.DiLoCo`) a replica's own parameters and the outer momentum too, and what
-        sums of gradients leave out where that is fed back.
-      gathered_bytes: whole parameters held during the step beside the resting ones, at their fullest.
-      joining_bytes: with rounds, what the end of one holds beside what rests, when gradients and whole parameters are gone.
+      grad_bytes: gradients at their peak.
+      optim_bytes: optimizer state; with rounds (`ax.DiLoCo`) a replica's own parameters and the outer momentum too; with error
+        feedback the residuals of gradient sums.
+      gathered_bytes: gathered parameters beside the resting ones, at their peak.
+      joining_bytes: with rounds, what the end of one holds beside what rests, when gradients and gathered parameters are freed.
       replicated_bytes: parameters, gradients and optimizer state of plain data parallelism (DDP).
       offload: what of these rests in host memory instead of on the device.
     """
@@ -187,7 +187,7 @@ class MemoryStats:
     """Measured memory of one device, in MB of 2**20 bytes.
 
     Attributes:
-      current_allocation_mb: live arrays.
+      current_allocation_mb: bytes in use as the device counts them; where it does not count (CPU), those of live arrays.
       peak_memory_mb: the most so far as the device counts it; where it does not count (CPU), what the compiler planned for
         the newest trainer's step: its arguments, results and temporaries. None when neither is known.
       source: "device" or "compiled step": where the peak comes from; "" when unknown.
@@ -199,7 +199,13 @@ class MemoryStats:
 
 
 def estimate(placement: Placement, moments: int, model: Functional) -> FSDPMemoryStats:
-    """Implements `FSDP.memory_estimate`."""
+    """Estimates the bytes of model states per device from layouts (`FSDP.memory_estimate`).
+
+    Args:
+      placement: the plan on its mesh.
+      moments: optimizer values per parameter.
+      model: its module types tell ZeRO-3's units.
+    """
     if placement.stages is not None:  # a device holds the stages of one rank, padded to the fullest one's
         return _of_stages(placement, moments)
     plan, placed = placement.plan, placed_leaves(placement, _units(placement, model))
@@ -237,7 +243,7 @@ def _units(placement: Placement, model: Functional) -> dict[int, str]:
 
 
 def _of_stages(placement: Placement, moments: int) -> FSDPMemoryStats:
-    """The estimate for a pipeline, whose ranks store buffers sized for the fullest one."""
+    """The estimate for a pipeline, whose ranks all store buffers of the size that the fullest rank needs."""
     stages, plan, placed = placement.stages, placement.plan, placed_leaves(placement)
     assert stages is not None
     accumulate = plan.precision.accumulate_dtype
@@ -270,7 +276,13 @@ def _most(sizes: Sequence[int], places: Sequence[int]) -> int:
 
 
 def measure(mesh: Mesh, trainer: Any) -> MemoryStats:
-    """Implements `FSDP.memory_stats`."""
+    """Measures the memory of the fullest device of this process (`FSDP.memory_stats`).
+
+    Args:
+      mesh: of the devices.
+      trainer: a weak reference to the newest trainer, or None; its compiled step's memory stands in for a peak that devices
+        do not count.
+    """
     devices = mesh.local_devices
     live = dict.fromkeys(devices, 0)
     for array in jax.live_arrays():

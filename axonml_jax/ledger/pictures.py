@@ -1,6 +1,6 @@
 """Pictures (the `plots` extra): predictions, memory against recomputation, estimates of memory side by side.
 
-What is drawn of a `Prediction` (`predict.py`, which imports this) is its memory, traffic, curve and headline.
+Of a `Prediction` (`predict.py`, which imports this) its memory, traffic, curve and headline are drawn.
 """
 
 import textwrap
@@ -16,9 +16,9 @@ class Kept(NamedTuple):
     """A point of the curve of memory against recomputation.
 
     Attributes:
-      memory: bytes of a device, at the fullest moment.
-      again: work that is done twice: of a prediction FLOPs over those of forward and backward, of a trace seconds.
-      words: what is kept.
+      memory: peak bytes of a device.
+      again: recomputed work: of a prediction FLOPs over those of forward and backward, of a trace seconds.
+      words: what is kept; "": the point has no label.
     """
 
     memory: int
@@ -30,11 +30,11 @@ _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
 _WORK = {
     "forward": ("forward", "#7fb0e3"), "backward": ("backward", "#2f6fb2"), "": ("once at the end", "#6b6b6b"),
 }  # fmt: skip
-_FAR = 8  # a budget so many times the need would flatten the bar
+_FAR = 8  # a budget of more than this many times the need is not drawn to scale: it would flatten the bar
 
 
 def draw(prediction: Any, path: str | Path, *, model: str = "", budget: float | None = None) -> None:
-    """Draw a stack of memory by kind, and the traffic of every axis, forward and backward separately.
+    """Draws memory by kind, traffic by axis, forward and backward apart, and memory against recomputation.
 
     Args:
       prediction: a `Prediction`.
@@ -81,7 +81,7 @@ def height(prediction: Any) -> float:
 
 
 def panels(figure: Any, prediction: Any, budget: float | None = None) -> None:
-    """Draw memory and traffic (if any) side by side, and below them what blocks may keep.
+    """Draws memory and traffic (if any) side by side, and below them memory against recomputation, if there is a curve.
 
     Args:
       figure: to draw on, or a part of one.
@@ -102,7 +102,7 @@ def panels(figure: Any, prediction: Any, budget: float | None = None) -> None:
 
 
 def sent_by_axes(prediction: Any) -> dict[str, dict[str, float]]:
-    """Bytes sent by mesh axes, then by when they are sent."""
+    """Bytes sent: mesh axes -> the pass in which they are sent ("forward", "backward", "") -> bytes."""
     found: dict[str, dict[str, float]] = {}
     for flow in prediction.traffic:
         sent = found.setdefault(",".join(flow.axes), {})
@@ -111,7 +111,7 @@ def sent_by_axes(prediction: Any) -> dict[str, dict[str, float]]:
 
 
 def _memory(axes: Any, prediction: Any, budget: float | None) -> None:
-    """Draw what persists, then what the peak adds; kinds may peak at different times."""
+    """Draws a bar of memory by kind and a line at the peak, which is less where kinds peak at different times."""
     held = prediction.memory
     kinds = {name: size for name, size in held.by_kind().items() if size and name not in ("host", "kept_on_host")}
     top = max(sum(kinds.values()), held.total)
@@ -134,7 +134,7 @@ def _memory(axes: Any, prediction: Any, budget: float | None) -> None:
 
 
 def _traffic(axes: Any, prediction: Any) -> None:
-    """Draw the bytes sent by axis, stacked by when they are sent, with each axis's total in words."""
+    """Draws the bytes sent by axis, stacked by pass, with each axis's total in words."""
     found = sent_by_axes(prediction)
     names, totals = list(found), [sum(sent.values()) for sent in found.values()]
     unit, size_of = _unit(max(totals))
@@ -156,13 +156,13 @@ def _unit(size: float) -> tuple[str, int]:
 
 
 def draw_curve(axes: Any, points: Sequence[Kept], here: Kept, unit: str, budget: float | None = None) -> None:
-    """Draw the bytes of a device against the recomputation, for each choice of what is kept.
+    """Draws recomputation against the bytes of a device, for each choice of what is kept.
 
     Args:
       axes: of matplotlib.
       points: of the curve; those with words are labelled.
-      here: what is taken.
-      unit: of the work.
+      here: the point of the plan itself.
+      unit: the unit of `again`.
       budget: bytes that a device may use, drawn as a line where it is not far away.
     """
     most = max(here.memory, *(point.memory for point in points))

@@ -59,8 +59,8 @@ class Prediction:
       degrees: of the mesh.
       plan: how the step runs, in words.
       memory: bytes per device.
-      traffic: collectives by what they move, the heaviest first. Of a dispatch's rounds after the first, which even loads do
-        not need, one is among them, as in a traced step; sums leave it out.
+      traffic: collectives by what they move, the heaviest first. One of a dispatch's later rounds, which even loads do not
+        need, is among them, as in a traced step; sums leave it out.
       minimum: bytes per rank and step of the published algorithm, by label: gradients+parameters (ZeRO), activations+cotangents
         (pipeline), layers (Megatron, Korthikanti et al., AxoNN), experts (every token to its k experts and back).
       bubble: idle time of a pipeline's ranks over useful time.
@@ -71,18 +71,18 @@ class Prediction:
       layers: blocks of the model.
       flops_per_token: of forward and backward, recomputation left out.
       recomputed_flops_per_token: what recomputation adds.
-      causal_balance: what the rank that computes most of causal attention computes of it, over the mean.
-      masked_flops_per_token: of flops_per_token, those that attention leaves out, as a mask hides the tiles they are of.
-      attention_again: how often attention's forward is computed again.
-      blockwise_flops_per_token: of flops_per_token, those of attention in blocks that no kernel computes.
-      pairs_per_token: pairs of positions that a kernel of attention computes, or blocks, of all heads and blocks.
+      causal_balance: causal attention work of the busiest rank over the mean.
+      masked_flops_per_token: the part of flops_per_token that attention skips, as masks hide whole tiles.
+      attention_again: how often attention's forward is recomputed, from 0 to 1.
+      blockwise_flops_per_token: the part of flops_per_token in attention that is computed in blocks without a kernel.
+      pairs_per_token: pairs of positions per token that attention kernels, or blocks, compute, over all heads and layers.
       passes: bytes that a device reads and writes between products in a step (see `cost.memory.passes`).
-      expert_flops_per_token: of all these FLOPs, those of the experts that a token is sent to.
-      expert_padding: rows that a rank's experts multiply, over those of its share of tokens; 0: as many as others send.
-      notes: what the numbers leave open.
-      timetable: what the pipeline runs when; None without one.
+      expert_flops_per_token: FLOPs per token of the experts that it is sent to, recomputation included.
+      expert_padding: rows that a rank's experts multiply over its share of pairs; 0: as many as others send.
+      notes: what the numbers leave out, in words.
+      timetable: the pipeline's schedule; None without a pipeline.
       stage_costs: multiplications per token of the timetable's stages.
-      ways: what else its blocks may keep; None: nobody asked.
+      ways: predictions of the plan by what its blocks keep, for `curve`; None: `curve` is empty.
     """
 
     degrees: Mapping[str, int]
@@ -118,7 +118,7 @@ class Prediction:
 
     @property
     def total_bytes(self) -> Amount:
-        """Bytes that one rank sends in one step, where experts get equal loads."""
+        """Bytes that one rank sends in one step, with equal loads of experts."""
         return exact(sum(flow.wire_bytes for flow in self._even))
 
     @property
@@ -127,7 +127,7 @@ class Prediction:
 
     @property
     def bytes_by_axes(self) -> dict[tuple[str, ...], Amount]:
-        """The total by mesh axes."""
+        """`total_bytes` by mesh axes."""
         totals: dict[tuple[str, ...], Amount] = {}
         for flow in self._even:
             totals[flow.axes] = exact(totals.get(flow.axes, 0) + flow.wire_bytes)
@@ -145,12 +145,12 @@ class Prediction:
 
     @property
     def again(self) -> float:
-        """FLOPs that are done twice over those of forward and backward."""
+        """Recomputed FLOPs over those of forward and backward."""
         return self.recomputed_flops_per_token / self.flops_per_token
 
     @property
     def curve(self) -> "tuple[Kept, ...]":
-        """What blocks may keep, the most memory first: bytes of a device, and FLOPs done twice over those of the step."""
+        """Memory of a device against recomputed FLOPs, for choices of what blocks keep; the most memory first."""
         return () if self.ways is None else self.ways.curve()
 
     def to_dict(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ class Prediction:
         return json.dumps(self.to_dict(), indent=indent)
 
     def save_picture(self, path: Any, *, model: str = "", budget: float | None = None) -> None:
-        """Draw memory by kind, traffic by axis and memory against work done twice; needs the `plots` extra.
+        """Draws memory by kind, traffic by axis, and memory against recomputation; needs the `plots` extra.
 
         Args:
           path: of the file; its suffix chooses the format.
@@ -256,11 +256,11 @@ _NUMBERS = (
     *("bubble", "ticks", "microbatches", "params", "tokens", "layers", "flops_per_token", "recomputed_flops_per_token"),
     *("causal_balance", "expert_flops_per_token"),
 )
-"""Attributes of a prediction that are plain values already."""
+"""Attributes of a prediction that `to_dict` takes as they are."""
 
 
 def _flow_rows(flow: Flow) -> Iterator[list[str]]:
-    """A flow in a table: one row, or two where a part of it is padding, which has no launch of its own."""
+    """The rows of a flow in a table: one, and one of its padding, which has no launches."""
     place = flow.where if flow.times == 1 else f"{flow.where} ({flow.times})"
     ranks = f"{','.join(flow.axes)} ({flow.group_size})"
     parts = [(flow.label or "layers", flow.count, flow.elements - flow.padding, flow.wire_bytes - flow.padding_bytes)]
@@ -271,7 +271,7 @@ def _flow_rows(flow: Flow) -> Iterator[list[str]]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Hold a prediction against the program it predicts: traffic by what is moved, memory as the compiler planned it.
+# Compares a prediction with the program it predicts: traffic by what is moved, memory as the compiler planned it.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -280,9 +280,9 @@ class Disagreement:
     """Collectives of one kind that prediction and program count differently.
 
     Attributes:
-      label, kind, axes, dtype: which.
+      label, kind, axes, dtype: of the collectives.
       predicted: (launches, elements, bytes per rank) of one step.
-      found: the same in the program.
+      found: the same numbers in the program.
     """
 
     label: str
@@ -299,14 +299,14 @@ class Disagreement:
 
 
 def difference(prediction: Prediction, collectives: Iterable[Collective]) -> list[Disagreement]:
-    """What a prediction and a program say differently about traffic; empty when they agree.
+    """Lists the differences between predicted and traced traffic; empty when they agree.
 
     Args:
       prediction: of the plan.
       collectives: of the step, traced (`collectives_in`, or a report's). Over one rank nothing is sent and nothing compared.
 
     Returns:
-      A sorted list.
+      A sorted list of `Disagreement`.
     """
     ours: dict[tuple, tuple] = {}
     for flow in prediction.traffic:
@@ -381,10 +381,10 @@ REMATS: tuple[str | None, ...] = (None, "selective", "full")
 
 @dataclass(frozen=True)
 class Ways:
-    """Predictions of a plan by what its blocks keep.
+    """Predictions of a plan by what its blocks keep for the backward.
 
-    Some blocks recompute as a word says, the others as the word before it. Blocks in one loop keep alike, but not all of their
-    products; of these a third at a time is counted. Stages of a pipeline have as many blocks of each word as the fullest one.
+    Some blocks recompute by one word of `REMATS`, the others by the word before it. Blocks in one loop all keep the same, which
+    is counted in thirds of a block. All stages of a pipeline are taken to have as many blocks of each word as the fullest one.
 
     Attributes:
       plan: without recomputation.
@@ -405,18 +405,24 @@ class Ways:
 
     @property
     def total(self) -> int:
-        """Blocks of a rank's stage, or parts of one, of which each has a word."""
+        """The number of units that choose: the blocks of the longest stage, or three parts of a loop's block."""
         return 3 if self.loops else max(stages_of(self.model, self.plan, dict(self.degrees)).blocks)
 
     def of(self, word: int, blocks: int | None = None, sends: float = 0) -> Prediction:
-        """Of so many blocks that recompute as the word says, all by default; bytes that loops may keep on the host."""
+        """The prediction with this many blocks that recompute by a word, the rest by the word before.
+
+        Args:
+          word: index in `REMATS`.
+          blocks: how many of `total`; None: all.
+          sends: most bytes of activations that a loop may keep in the host's memory.
+        """
         blocks, total = self.total if blocks is None else blocks, self.total
         parts = (Fraction(blocks, total), Fraction(total - blocks, total))
         again = dict(zip((REMATS[word], REMATS[word - 1]), parts, strict=True)) if word else {}
         return _predict(self.plan, self.model, self.degrees, again=again, sends=sends, **self.given)
 
     def in_words(self, word: int, blocks: int) -> str:
-        """What so many blocks do, and the others."""
+        """Says in words by what so many blocks recompute, and by what the others do."""
         if blocks == self.total:
             return f"remat={REMATS[word]!r}"
         what = "thirds of the loop's block" if self.loops else "blocks"
@@ -424,7 +430,7 @@ class Ways:
         return f"remat={REMATS[word]!r} in {blocks} of {self.total} {what}{others}"
 
     def curve(self, steps: int = 6) -> "tuple[Kept, ...]":
-        """Points from everything kept to everything recomputed, `steps` from word to word; without those that another beats."""
+        """Points from everything kept to everything recomputed, `steps` per word, without those that another dominates."""
         from axonml_jax.ledger.pictures import Kept
 
         shares = sorted({-(-self.total * i // steps) for i in range(1, steps + 1)})
@@ -436,10 +442,11 @@ class Ways:
 
 
 def _within(ways: Ways, memory: Any) -> Prediction:
-    """Of a plan with `memory`, chosen within when a step is traced: as few blocks as fit recompute as the next word.
+    """The prediction of a plan with `memory=`: the fewest blocks recompute with which it fits.
 
-    A budget that is a share of a device is not known here: then nothing is recomputed. Blocks in a loop send to the host what
-    the platform's link takes, and no more than the budget, where no word fits alone.
+    When a step is traced the choice is made anew. A budget that is a share of a device has no number of bytes here, and nothing
+    is recomputed. Where no word fits, blocks in a loop send activations to the host, as many as the link takes and the budget
+    allows.
     """
     size = bytes_meant(memory) if isinstance(memory, str) else memory
     budget, total = math.inf if size is None or size <= 1 else size, ways.total
@@ -468,7 +475,7 @@ def predict(
     torus: int = 0,
     documents: bool = False,
 ) -> Prediction:
-    """Memory, traffic, bubble and FLOPs of a training step, from shapes alone.
+    """Predicts memory, traffic, bubble and FLOPs of a training step from shapes alone.
 
     Args:
       plan: how the step runs.
@@ -477,14 +484,21 @@ def predict(
       global_batch: sequences per update.
       length: of a sequence; None: the longest the model takes.
       moments: values that the optimizer keeps per parameter (Adam 2, Lion 1, SGD 0).
-      platform: what it will be compiled for, "tpu" or "cuda", whose kernels of attention hold no scores; None: neither.
+      platform: what it will be compiled for, "tpu" or "cuda", whose attention kernels hold no scores; others: no kernels.
       torus: dims of the torus that the devices form, which decides on the hops of FSDP's collectives; 0: none.
       documents: whether rows hold several documents (`segment_ids` and `positions` beside tokens and targets).
 
     Raises:
-      ValueError: with everything that cannot work.
+      ValueError: listing every reason why the plan cannot run.
     """
     given = {"global_batch": global_batch, "length": length, "moments": moments}
+    least = {"global_batch": 1, "length": 1, "moments": 0}
+    if wrong := [
+        f"{name}={size} is less than {least[name]}"
+        for name, size in given.items()
+        if size is not None and size < least[name]
+    ]:
+        raise ValueError(f"this plan cannot run: {'; '.join(wrong)}")
     given |= {"platform": platform, "torus": torus, "documents": documents}
     ways = Ways(replace(plan, memory=None, remat=None), model, degrees, given)
     found = _predict(plan, model, degrees, **given) if plan.memory is None else _within(ways, plan.memory)
@@ -505,9 +519,11 @@ def _predict(
     again: Mapping[str | None, Fraction] | None = None,
     sends: float = 0,
 ) -> Prediction:
-    """See `predict`; `again`: of words of recomputation the part of the blocks that has each; None: all have the plan's.
+    """See `predict`.
 
-    `sends`: bytes that blocks in a loop may keep in the host's memory.
+    Args:
+      again: word of `REMATS` -> the share of the blocks that recompute by it; None: all by the plan's.
+      sends: most bytes of activations that blocks in a loop may keep in the host's memory.
     """
     degrees = {axis: degrees[axis] for axis in (*AXES, *flat_axes(plan.axes)) if axis in degrees}
     plan = plan.decided(Fabric(devices=math.prod(degrees.values()), torus=torus), degrees)
@@ -550,7 +566,7 @@ def _predict(
 
 
 def _counted(one: T) -> T:
-    """A dataclass with whole numbers, where a part of the blocks has made fractions of bytes and launches."""
+    """Rounds a dataclass's fractions of bytes and launches, as shares of blocks make them, up to whole numbers."""
     parts = {each.name: getattr(one, each.name) for each in fields(one)}  # pyright: ignore[reportArgumentType]
     return replace(one, **{name: math.ceil(value) for name, value in parts.items() if isinstance(value, Fraction)})  # pyright: ignore
 
@@ -564,7 +580,7 @@ def _step(
     rows: int,
     length: int,
 ) -> Step:
-    """What the plan's step is made of, `rows` sequences on every rank."""
+    """The step of a plan, with `rows` sequences on every rank."""
     return Step(
         model=model,
         degrees=degrees,
@@ -583,7 +599,11 @@ def _step(
 
 
 def _sequences(plan: Plan, model: DecoderLike, degrees: Mapping[str, int], global_batch: int, length: int) -> int:
-    """Sequences per rank and update, once everything divides."""
+    """Sequences per rank and update.
+
+    Raises:
+      ValueError: listing everything that does not divide or go together.
+    """
     roles = {axis: strategy.role for axis, strategy in plan.on(degrees).items()}
     shards, positions = (math.prod(degrees[axis] for axis in splitting(roles, what)) for what in ("rows", "positions"))
     parts, cuts = shards * plan.microbatches, plan.batch_layout(degrees).position_parts
@@ -606,7 +626,7 @@ def _sequences(plan: Plan, model: DecoderLike, degrees: Mapping[str, int], globa
 
 
 def _rounding_problems(plan: Plan, model: DecoderLike, degrees: Mapping[str, int]) -> list[str]:
-    """Why products cannot be rounded to 8 bits as on one device; `layers/float8.py` sees it in programs."""
+    """Why products cannot be rounded to 8 bits as on one device; for traced programs `layers/float8.py` finds it."""
     own, precision = layer_degrees(model, degrees), plan.precision
     inside = {
         "sequence_parallel": model.sequence_parallel and own.get("tensor", 1) > 1,
@@ -621,7 +641,7 @@ def _rounding_problems(plan: Plan, model: DecoderLike, degrees: Mapping[str, int
 
 
 def _minimum(plan: Plan, step: Step) -> dict[str, Amount]:
-    """What the published algorithms send, by label."""
+    """Bytes per rank and step that the published algorithms send, by label."""
     degrees, model, run = step.degrees, step.model, step.run
     weights = max(_minimum_of_weights(plan, step, parts) for parts in step.ranks)
     found: dict[str, Amount] = {"gradients+parameters": exact(weights)}
@@ -638,7 +658,7 @@ def _minimum(plan: Plan, step: Step) -> dict[str, Amount]:
 
 
 def _minimum_of_weights(plan: Plan, step: Step, parts: ShardCounts) -> Fraction:
-    """ZeRO's of what rests on a rank."""
+    """ZeRO's bytes for the weights that rest on a pipeline rank."""
     total = Fraction(0)
     for group in step.weights.groups:
         number = resting(group, parts)

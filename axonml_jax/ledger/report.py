@@ -22,13 +22,15 @@ from axonml_jax.ledger.count import (
     traffic_rows,
 )
 from axonml_jax.ledger.predict import Prediction, predict
+from axonml_jax.mesh.axes import flat_axes
+from axonml_jax.mesh.shape import check_axis_names
 from axonml_jax.parallel.plan import Plan
 
 if TYPE_CHECKING:
     from axonml_jax.parallel.recompute import Recompute
 
 # --------------------------------------------------------------------------------------------------
-# `Report`: what one step sends, as a value that prints as tables, compares, and goes to JSON.
+# `Report`: what one step sends, as a value that prints as tables and goes to JSON.
 # --------------------------------------------------------------------------------------------------
 
 MODEL = f"{GRADIENTS}+{PARAMETERS}"
@@ -77,12 +79,12 @@ class Report:
 
     @property
     def bytes_by_axes(self) -> dict[tuple[str, ...], Amount]:
-        """The total by the axes (together) that a collective runs over."""
+        """`total_bytes` by the tuple of axes that a collective runs over."""
         return _totals(self.traffic, lambda row: row.axes)
 
     @property
     def bytes_by_label(self) -> dict[str, Amount]:
-        """The total by label; unlabelled traffic is under the empty string."""
+        """`total_bytes` by label; unlabelled traffic is under the empty string."""
         return _totals(self.traffic, lambda row: row.label)
 
     @property
@@ -96,12 +98,12 @@ class Report:
 
     @property
     def _automatic(self) -> list[str]:
-        """The mesh axes along which XLA's partitioner sends what no trace has."""
+        """The mesh axes left to XLA's partitioner, whose collectives no trace shows."""
         return sorted({axis for entry in self.collectives for axis in entry.automatic})
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the numbers leave open, in words."""
+        """What the numbers leave out, in words."""
         automatic = self._automatic
         kinds = {entry.kind for entry in self.collectives}
         found = {
@@ -143,13 +145,14 @@ class Report:
         return {"recompute": self.recompute.to_dict(), "memory_against_time": curve}
 
     def save_picture(self, path: Any) -> None:
-        """Draw what may be kept, bytes live against seconds of work done twice, and what was chosen; needs the `plots` extra.
+        """Draws recomputed milliseconds against live bytes for what may be kept, and the choice; needs the `plots` extra.
 
         Args:
           path: of the file; its suffix chooses the format (.svg, .png, .pdf).
 
         Raises:
-          ValueError: where nothing was chosen.
+          ValueError: for a plan without `memory=`, of which nothing was chosen.
+          ModuleNotFoundError: without matplotlib.
         """
         if self.recompute is None or self.recompute.live is None:
             raise ValueError("nothing was chosen to be kept: give the plan memory='16GiB' or another number of bytes")
@@ -259,7 +262,7 @@ def explain(
 def explain(step: Callable[..., Any], *args: Any, minimum: Minimum | None = None, **kwargs: Any) -> Report: ...
 @no_mesh_around()
 def explain(step: Any, *args: Any, minimum: Minimum | None = None, **kwargs: Any) -> Report | Prediction:
-    """Count what a step communicates, or predict from shapes alone what a plan holds, sends and computes.
+    """Counts what a step communicates, or predicts from shapes alone what a plan holds, sends and computes.
 
     Args:
       step: a jitted callable, anything with a `trace` method, or a plain function: its program is counted. Nothing runs and
@@ -268,10 +271,10 @@ def explain(step: Any, *args: Any, minimum: Minimum | None = None, **kwargs: Any
       minimum: theoretical minima to print beside. One number stands for what grows with the parameters
         (`gradients+parameters`), say 2P(N-1)/N times the itemsize for data parallelism. None: what the step itself
         says, where it has a `minimum_traffic()` as trainers and training steps do.
-      **kwargs: the step's keyword arguments. For a plan: `model`, a `TransformerConfig` (`models.presets` has published
-        ones); `global_batch`, sequences per update; `length` of a sequence (None: the model's longest); `mesh`, degrees by
-        axis, an `ax.MeshShape` or a mesh (None: the plan's own); `moments`, values that the optimizer keeps per parameter
-        (2 for Adam); `platform`, "tpu" or "cuda", for kernels that hold no attention scores (None: count on none);
+      **kwargs: the step's keyword arguments. For a plan: `model`, a `TransformerConfig` (`models.config.PRESETS` has
+        published ones); `global_batch`, sequences per update; `length` of a sequence (None: the model's longest); `mesh`,
+        degrees by axis, an `ax.MeshShape` or a mesh (None: the plan's own); `moments`, values that the optimizer keeps per
+        parameter (2 for Adam); `platform`, "tpu" or "cuda", for kernels that hold no attention scores (None: count on none);
         `torus`, the dims of the torus that TPUs form, for the hops of FSDP's collectives (0: none); `documents`, whether rows
         hold several.
 
@@ -279,7 +282,7 @@ def explain(step: Any, *args: Any, minimum: Minimum | None = None, **kwargs: Any
       A `Report` of a step, a `Prediction` of a plan; `print` either for its tables.
 
     Raises:
-      ValueError: for a minimum that is negative or not finite, or a plan that cannot run.
+      ValueError: for a minimum that is negative or not finite, a plan that cannot run, an unknown axis or platform.
       TypeError: for a plan without a model's configuration.
     """
     if isinstance(step, Plan):
@@ -292,13 +295,16 @@ def explain(step: Any, *args: Any, minimum: Minimum | None = None, **kwargs: Any
     return Report(collectives, _targets(minimum), kept if getattr(kept, "pieces", ()) else None)
 
 
-def _predicted(plan: Plan, *, model: Any, mesh: Any = None, **sizes: Any) -> Prediction:
+def _predicted(plan: Plan, *, model: Any, mesh: Any = None, platform: str | None = None, **sizes: Any) -> Prediction:
     if not is_decoder(model):
         raise TypeError(
-            f"model={type(model).__name__}: a plan is priced for a models.TransformerConfig (models.presets.preset('llama3-8b')"
-            ", say); for any other model trace its step: ax.explain(trainer, batch)"
+            f"model={type(model).__name__}: a plan is priced for a TransformerConfig of axonml_jax.models.config (or its "
+            "preset('llama3-8b'), say); for any other model trace its step: ax.explain(trainer, batch)"
         )
-    return predict(plan, model, _degrees(plan, mesh), **sizes)
+    platform = "cuda" if platform == "gpu" else platform  # as `jax.default_backend()` names it
+    if platform not in (None, "tpu", "cuda", "cpu"):
+        raise ValueError(f"platform={platform!r} must be 'tpu', 'cuda', 'cpu', or None: no kernels are counted on")
+    return predict(plan, model, _degrees(plan, mesh), platform=platform, **sizes)
 
 
 def _degrees(plan: Plan, mesh: Any) -> dict[str, int]:
@@ -310,7 +316,10 @@ def _degrees(plan: Plan, mesh: Any) -> dict[str, int]:
             f"the plan's mesh has degrees {degrees}: give every one, as in mesh={{'data': 2, 'fsdp': 4}} or "
             "ax.MeshShape(data=2, fsdp=4)"
         )
-    return degrees
+    own = [axis for axis in flat_axes(plan.axes) if axis in degrees]
+    return check_axis_names({axis: size for axis, size in degrees.items() if axis not in own}) | {
+        axis: degrees[axis] for axis in own
+    }
 
 
 def _targets(minimum: Minimum | None) -> tuple[tuple[str, Amount], ...]:
@@ -324,12 +333,12 @@ def _targets(minimum: Minimum | None) -> tuple[tuple[str, Amount], ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# How a model's arrays rest on devices, as `print(model)` shows it.
+# The table of how a model's arrays rest on devices, which `print(model)` shows.
 # --------------------------------------------------------------------------------------------------
 
 
 def resting(layouts: PyTree, *, in_stages: bool = False, most: int = 24) -> str:
-    """How arrays rest on devices, as a table: those alike but for the numbers in their names in one row.
+    """A table of how arrays rest on devices; arrays that are alike but for numbers in their paths share a row.
 
     >>> import jax
     >>> from axonml_jax.sharding.layout import Layout
@@ -342,9 +351,9 @@ def resting(layouts: PyTree, *, in_stages: bool = False, most: int = 24) -> str:
     blocks/*  (8, 3)  float32  P('fsdp')  (4, 3)           2
 
     Args:
-      layouts: by path.
-      in_stages: a device holds those of its pipeline's stages only.
-      most: rows; the last one counts all others where there are more.
+      layouts: a pytree of layouts.
+      in_stages: whether a device holds its pipeline stages' arrays only.
+      most: rows at most; the last one counts all others where there are more.
     """
     rows, leaves = Counter(), named_leaves(layouts)
     for name, each in leaves.items():

@@ -35,20 +35,21 @@ class Hardware:
       latency: seconds that a collective of two devices takes however little it sends, inside an island.
       cross_latency: the same across islands.
       host_link: bytes per second between a device and its host's memory, each way; 0: not known.
-      platform: what JAX compiles for: "tpu", "cuda" or None (no kernels of its own).
+      platform: what JAX compiles for: "tpu", "cuda", "cpu"; None: no kernels of attention are counted on.
       torus: dims of the torus that the chips of a pod form; 0: none.
-      block_seconds: seconds that forward and backward of one block take however few tokens it has, where a model was measured.
-      step_seconds: seconds that come with every step of the model however few tokens it has, where one was measured.
-      layer_link: of `link`, bytes per second that what a model's layers send themselves reaches, with what their ranks compute
-        alike meanwhile, where a model was measured; None: as `link`.
-      reached: share of `flops` that products reach, or a measured model's whole blocks; None: nobody knows. See
+      block_seconds: fixed seconds of forward and backward of one block, whatever its number of tokens, where a model was
+        measured.
+      step_seconds: fixed seconds of every step of the model, where one was measured.
+      layer_link: bytes per second that collectives of layers reach inside an island, with what their ranks compute redundantly
+        meanwhile, where a model was measured; None: as `link`.
+      reached: share of `flops` that products reach, or a measured model's whole blocks; None: not measured. See
         `Assumptions.on`.
-      score_seconds: seconds that a kernel of attention takes for a pair of positions and a head, forward and backward, beside
-        its products, where `reached` is of products alone.
+      score_seconds: seconds of an attention kernel per pair of positions and head, forward and backward, beside its products;
+        used where `reached` is of products alone.
       passes_reached: share of `memory_bandwidth` that norms, activations and the loss reach between products; 0: `reached` is
         not of products alone.
-      alone: how many times as fast a device computes while the others are idle: simulated devices share their host's cores.
-      sources: where each figure is from, by attribute; what is not there is an assumption.
+      alone: speed of a device while the others are idle over its speed while all compute: simulated devices share cores.
+      sources: where each figure is from, by attribute; figures without a source are assumptions.
     """
 
     name: str
@@ -81,14 +82,14 @@ class Hardware:
         Args:
           ranks: of the axis.
           inner: product of the degrees of the axes inside it.
-          layers: whether layers send it themselves.
+          layers: whether collectives of layers send it (then `layer_link`).
         """
         link = self.link if self.layer_link is None or not layers else self.layer_link
         across = least(link, self.cross * self.island / least(self.island, inner))
         return either(ranks * inner <= self.island, link, across)
 
     def in_slices(self, devices: int, slices: int) -> "Hardware":
-        """The same chips divided into slices of equal size, which the data-center network connects.
+        """The same chips as an island per slice: slices of equal size, which the data-center network connects.
 
         >>> HARDWARE["v5p"].in_slices(2048, 4).island
         512
@@ -98,7 +99,7 @@ class Hardware:
           slices: that they come in.
 
         Raises:
-          ValueError: where these chips form no slices, the devices no such number of them, or a slice is more than a pod.
+          ValueError: if this hardware has no slices, if they do not divide the devices, or if a slice is larger than a pod.
         """
         if slices == 1:
             return self
@@ -115,7 +116,7 @@ class Hardware:
         return replace(self, island=devices // slices)
 
     def idle(self, bubble: Many) -> Many:
-        """The part of a pipeline's bubble that remains if waiting devices leave their cores to the others.
+        """The bubble that remains, over useful time, if waiting devices leave their cores to the others (`alone`).
 
         >>> import dataclasses
         >>> [dataclasses.replace(HARDWARE["v5p"], alone=alone).idle(1.5) for alone in (1.0, 2.0, 4.0)]
@@ -164,8 +165,8 @@ _REACHED = 0.86
 
 
 _HOPPER = {"reached": 0.79, "score_seconds": 1.42e-12, "passes_reached": 0.42}
-"""What a step of GPT-2 small shows on an H200 (`benchmarks/peers/gpu_speed.py`): its products' share of the peak, what cuDNN's
-attention takes beside its own at that share, and what the rest of the time but for the update makes of the bandwidth."""
+"""Measured on a step of GPT-2 small on an H200 (`benchmarks/peers/gpu_speed.py`): the share of peak that products reach, the
+time of cuDNN's attention beyond its products, and the share of memory bandwidth in the rest of the step, update excluded."""
 
 
 def _gpu(
@@ -203,7 +204,7 @@ HARDWARE: dict[str, Hardware] = {
         _gpu("h200", 989 * TERA, 141 * GB, 4800 * GB, 900 * GB, 50 * GB, 128 * GB, "NVIDIA H200 data sheet", **_HOPPER),
     )
 }
-"""Name -> figures. Latencies are assumptions of the order that collectives of a few bytes show."""
+"""Name -> figures. Latencies are assumptions, of the order of what collectives of a few bytes take."""
 
 
 def hardware(name: "str | Hardware") -> Hardware:
@@ -239,16 +240,16 @@ class Recovery:
 
     Attributes:
       name: what it is called.
-      notice: from a failure until it is known.
-      replace: until a machine takes the place of the failed one; 0: a spare one waits.
+      notice: from a failure until it is detected.
+      replace: until a machine takes the place of the failed one; 0: a spare one is ready.
       start: until all processes run and have found each other.
-      compile: until their programs are compiled, or read from where they were kept.
+      compile: until their programs are compiled, or read from the cache.
       size: bytes of the state of one device.
-      read: at which a device reads its state back.
-      write: at which a device's copy is written behind the training's back; infinite: it is there when the training goes on.
+      read: bandwidth at which a device reads its state back.
+      write: bandwidth at which a device's copy is written while training goes on; infinite: the copy is done when it resumes.
       blocked: for which a copy stops the training.
-      shrinks: whether the replicas of the model that live go on in the step that failed, without a copy, and are joined by the
-        failed one when its machine is replaced. Else everybody waits for that machine and returns to the last copy.
+      shrinks: whether the surviving replicas of the model go on in the step that failed, without a copy, and the failed one
+        joins them when its machine is replaced. Else all wait for that machine and return to the last copy.
     """
 
     name: str
@@ -288,7 +289,7 @@ class Recovery:
 
     @property
     def growing(self) -> float:
-        """Seconds for which all replicas wait when one joins again."""
+        """Seconds for which all replicas wait when one joins again; 0 for a way that does not shrink."""
         return self.start + self.compile + self.restore if self.shrinks else 0.0
 
 
@@ -304,9 +305,9 @@ class FailureRate:
     Attributes:
       name: what it is called.
       events: interruptions that were counted.
-      device_hours: in which they were.
-      counted: what counts as one.
-      source: where both are from.
+      device_hours: over which they were counted.
+      counted: what counts as an interruption.
+      source: the publication of both numbers.
     """
 
     name: str
@@ -351,7 +352,7 @@ FAILURE_RATES: dict[str, FailureRate] = {
         ),
     )
 }  # fmt: skip
-"""Name -> rate. None of them says how failures of one moment hang together: they are taken to come one by one."""
+"""Name -> rate. None of the sources says how failures are correlated: they are taken to be independent."""
 
 
 def failure_rate(given: "str | float") -> float:
@@ -389,14 +390,14 @@ FAMILIES: tuple[tuple[str, ...], ...] = (
 """Mesh axes that go together: layers are split Megatron's way or AxoNN's. Experts go with the former."""
 
 SHORTEST = 1024
-"""Positions of a rank of `context` at least: shorter parts are not tried."""
+"""The fewest positions on a rank of `context` that the planner tries."""
 
 SEARCHED = tuple(axis for axis in AXES if any(axis in family for family in FAMILIES))
 """The mesh axes of which legal plans are enumerated."""
 
 
 # --------------------------------------------------------------------------------------------------
-# What the cost model assumes beside the hardware's figures, stated once.
+# Assumptions of the cost model beside the hardware's figures.
 # --------------------------------------------------------------------------------------------------
 
 _NO_SHARES = ("host_bandwidth", "imbalance")
@@ -410,17 +411,16 @@ class Assumptions:
     (`benchmarks/peers/published_mfu.py`); `passes` is an H200's.
 
     Attributes:
-      efficiency: share of the peak FLOP/s that products reach while nothing is waited for.
-      score_seconds: that a kernel of attention takes for a pair of positions and a head, forward and backward, beside its
-        products.
+      efficiency: share of the peak FLOP/s that products reach, waiting excluded.
+      score_seconds: seconds of an attention kernel per pair of positions and head, forward and backward, beside its products.
       passes: share of the memory's bandwidth that norms, activations and the loss reach between products; 0: they are in
         `efficiency`.
       overlap: share of the compute time behind which gathers of parameters and reductions of gradients can hide.
-      layer_overlap: the same of what the layers send themselves; 0, as a product waits for its input.
-      blocks: of the efficiency, what attention reaches that reads positions of other ranks: it is computed block by block,
-        where TPUs and GPUs have kernels for the positions of one rank. Not measured.
-      imbalance: tokens of the busiest rank's experts over the mean, by which their products take longer; a round of a dispatch
-        has slots for 1.25. Not measured.
+      layer_overlap: the same for collectives inside layers; 0, as a product waits for its input.
+      blocks: efficiency of attention that is computed in blocks, as where it reads positions of other ranks, over `efficiency`,
+        on platforms with attention kernels. Not measured.
+      imbalance: tokens of the busiest rank's experts over the mean, by which experts' products take longer; a round of a
+        dispatch has slots for 1.25 times the mean. Not measured.
       memory_margin: share of a device's memory that a plan may fill; the rest is for fragmentation and the runtime.
       host_bandwidth: bytes per second between a device and its host's memory.
     """
@@ -479,11 +479,11 @@ WEEK = 7 * 24 * HOUR
 
 
 def expected_goodput(way: Recovery, *, rate: float, interval: float, replicas: int = 1) -> float:
-    """Expected long-run share of wall time in which training that is kept is done.
+    """Expected long-run share of wall time that is training whose result is kept.
 
-    Of replicas that go on without the failed one each is there for 1 / (1 + rate / replicas * replace) of the time, and fails
-    and joins again equally often, so that all wait for (exp(rate * growing) - 1) of the time for one to join. What is lost of
-    training is then a part of the step, which is the interval.
+    For a way that shrinks, each replica is present for 1 / (1 + rate / replicas * replace) of the time, and joins as often as
+    it fails, so that all wait for (exp(rate * growing) - 1) of the time for one to join. A failure then loses part of one step,
+    which is the interval.
 
     Args:
       way: of recovery.
@@ -496,7 +496,8 @@ def expected_goodput(way: Recovery, *, rate: float, interval: float, replicas: i
     '0.9126'
 
     Raises:
-      ValueError: for an interval or a rate that is none, or a way that shrinks to nothing.
+      ValueError: for an interval that is not above 0, a negative or infinite rate, or a way that shrinks with fewer than 2
+        replicas.
     """
     if not (interval > 0 and 0 <= rate < math.inf):
         raise ValueError(f"interval={interval}, rate={rate}: the interval is above 0, the rate 0 or more and finite")
@@ -543,10 +544,10 @@ def best_steps(way: Recovery, *, rate: float, step: float, most: int) -> int:
       way: of recovery; one that shrinks needs none.
       rate: failures of the whole job per second.
       step: seconds of a step.
-      most: steps of the run: what a job that never fails saves after.
+      most: the largest answer, which a job that never fails gets, such as the steps of the run.
 
     Raises:
-      ValueError: for a way that shrinks, or steps that are none.
+      ValueError: for a way that shrinks, a step that is not above 0 s, or `most` below 1.
     """
     if way.shrinks or not step > 0 or most < 1:
         raise ValueError(
@@ -560,7 +561,7 @@ def best_steps(way: Recovery, *, rate: float, step: float, most: int) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# `SaveAdvice`: how often a planned job should save, and what goodput it may then expect; `SaveAssumptions`: of what.
+# `SaveAdvice`: how often a planned job should save, and its expected goodput; `SaveAssumptions`: what this follows from.
 # --------------------------------------------------------------------------------------------------
 
 
@@ -571,12 +572,12 @@ class SaveAssumptions:
     Attributes:
       failures_per_device_hour: interruptions of the job for each of its devices and each hour; by default those of Llama 3's
         training, the largest of those published.
-      mtbf: hours between two failures of the whole job, in the place of the former; None: as that says.
+      mtbf: hours between two failures of the whole job, in place of `failures_per_device_hour`; None: use that.
       checkpoint_bandwidth: bytes per second that each device writes and reads of a checkpoint while all do. The default is what
         Llama 3's storage sustained, 2 TB/s, over the 16,384 devices of the job (Grattafiori et al. 2024, section 3.3.1).
-      restart_seconds: from a failure until a step of the job started again could begin, but for reading the state: noticing,
-        another machine, processes, compiled programs. Assumed.
-      save_seconds: for which an asynchronous save stops the training beside copying the state to the host: measured in
+      restart_seconds: from a failure until the restarted job could take a step, without reading the state: detection, another
+        machine, processes, compiled programs. Assumed.
+      save_seconds: for which an asynchronous save stops the training besides copying the state to the host: measured in
         docs/reliability.md for 256 MiB.
     """
 
@@ -611,14 +612,14 @@ class SaveAdvice:
 
     Attributes:
       steps: of training between two checkpoints.
-      seconds: that they take.
-      goodput: training that is then kept over wall time, in the long run.
+      seconds: that these steps take.
+      goodput: expected training time that is kept over wall time, in the long run.
       mtbf: hours between two failures of the job; infinite: it never fails.
       size: bytes of a device's part of a checkpoint.
       blocked: seconds for which a save stops the training.
-      commit: seconds from its beginning until it is whole on disk.
+      commit: seconds from the start of a save until it is complete on disk.
       pause: seconds from a failure until the training goes on.
-      assumed: what all this follows from.
+      assumed: the assumptions that all this follows from.
     """
 
     steps: int
@@ -655,11 +656,11 @@ def advise(
 ) -> SaveAdvice:
     """How often to save a job that restarts from its checkpoint after each failure.
 
-    A save stops the training while the state is copied to the host, is written behind its back, and the next one waits for it
-    (`ax.CheckpointManager`). Of state that several devices hold each is taken to write all: an upper bound.
+    A save stops the training while the state is copied to the host; it is written while training goes on, and the next save
+    waits for it (`ax.CheckpointManager`). Each device is taken to write replicated state too: an upper bound.
 
     Args:
-      size: bytes of parameters and optimizer state that a device rests with.
+      size: bytes of parameters and optimizer state on a device between steps.
       step: seconds of a step.
       num_devices: of the job.
       host_bandwidth: bytes per second between a device and its host's memory.

@@ -19,21 +19,21 @@ from axonml_jax.pipeline.timetable import Timetable, tick_times, trace_ticks
 from axonml_jax.planner.hardware import Assumptions, Hardware
 
 # --------------------------------------------------------------------------------------------------
-# A step as phases: what runs, what is sent meanwhile, and how much of the sending nothing hides.
+# A step as phases: its compute, what is sent meanwhile, and how much of the communication compute does not hide.
 # --------------------------------------------------------------------------------------------------
 
 JOINED_BYTES = 32 * 2**20
-"""What one launch of parameters or gradients carries at most, in the cost model, but for CPUs."""
+"""Bytes of parameters or gradients that one launch carries at most in the cost model; on CPUs every array is a launch."""
 
 RAGGED = "ragged_all_to_all"
-"""The collective whose wire bytes are an upper bound."""
+"""The kind of collective whose wire bytes are an upper bound."""
 
 START, FORWARD, BACKWARD, TICKS, END = "start", "forward", "backward", "ticks", "end"
-"""A step's parts: what comes before the first microbatch, its passes or a pipeline's ticks, and what comes after the last."""
+"""Phases: a pipeline's start; each microbatch's forward and backward, or a pipeline's ticks; and the end of the step."""
 
 
 class Predicted(Protocol):
-    """Protocol of a step to price: a `Prediction`, or arrays of many candidates (see `planner/search.py`)."""
+    """Protocol of a step to price: a `Prediction`, or many candidates as arrays (`Candidates` of `planner/search.py`)."""
 
     @property
     def degrees(self) -> Mapping[str, Many]:
@@ -77,7 +77,7 @@ class Predicted(Protocol):
 
     @property
     def attention_again(self) -> Many:
-        """How often attention's forward is recomputed."""
+        """How often attention's forward is recomputed, from 0 to 1."""
         ...
 
     @property
@@ -102,7 +102,7 @@ class Predicted(Protocol):
 
     @property
     def expert_padding(self) -> Many:
-        """Rows that experts multiply on a rank over its share of tokens; 0: as many as others send."""
+        """Rows that experts multiply on a rank over its share of pairs; 0: as many as others send."""
         ...
 
     @property
@@ -133,9 +133,9 @@ class Sending:
     Attributes:
       axes: mesh axes, joined by commas.
       name: what it moves: parameters, gradients, layers, ...
-      kind: "weights" hides behind `overlap` of the phase's compute, "layers" behind `layer_overlap`, "passing" (permutes: a
-        pipeline's end a tick, a ring's lie between products) behind nothing.
-      seconds: on the network.
+      kind: "weights" hides behind `overlap` of the phase's compute, "layers" behind `layer_overlap`, "passing" (permutes that
+        end a pipeline's tick or lie between a ring's products) behind nothing.
+      seconds: for which it keeps the network busy.
     """
 
     axes: str
@@ -153,8 +153,8 @@ class Phase:
       times: how often it runs in a step.
       compute: seconds of one run's products and of passes between them.
       every: what each run sends.
-      once: what only one of the runs sends besides: a forward the first, a backward the last.
-      assumptions: say what hides.
+      once: what one of the runs sends besides: the first forward, or the last backward.
+      assumptions: which shares of communication compute hides.
     """
 
     name: str
@@ -182,11 +182,11 @@ class Phase:
 def phases(found: Predicted, hardware: Hardware, given: Assumptions) -> tuple[Phase, ...]:
     """The phases of a predicted step, in order.
 
-    Without a pipeline every microbatch has a forward and a backward, which take one and two thirds of the products and the
-    backward what is recomputed; passes over memory are divided as the products are. What a measured block takes besides comes
-    with every microbatch. What a step sends once hides behind one microbatch alone: gathers behind the first forward,
-    reductions behind the last backward. A pipeline's ticks are one phase, before and after which its rank sends what it sends
-    once, behind nothing.
+    Without a pipeline every microbatch has a forward with a third of the products, and a backward with two thirds and the
+    recomputation; passes over memory are divided as the products are. A measured block's fixed time comes with every
+    microbatch.
+    What a step sends once hides behind one microbatch alone: gathers behind the first forward, reductions behind the last
+    backward. A pipeline's ticks are one phase; what its rank sends once goes before and after it and hides behind nothing.
     """
     devices = math.prod(found.degrees.values())
     seconds = lambda flops: found.tokens * flops / devices / (hardware.flops * given.efficiency)
@@ -230,7 +230,7 @@ def phases(found: Predicted, hardware: Hardware, given: Assumptions) -> tuple[Ph
 
 
 def _place(flow: Flow) -> int:
-    """Sort key of a flow: parameters are sent before the computation, gradients after it."""
+    """Sort key of a flow within a phase: parameters first, gradients last."""
     return {PARAMETERS: 0, GRADIENTS: 2}.get(flow.label, 1)
 
 
@@ -280,13 +280,13 @@ def flow_seconds(flow: Flow, degrees: Mapping[str, Many], hardware: Hardware) ->
 
 
 def inner_product(degrees: Mapping[str, Many], axes: Sequence[str]) -> Many:
-    """The product of the degrees of the other axes inside the outermost of `axes`: the distance between neighbours.
+    """The product of the degrees of the other axes inside the outermost of `axes`: the stride of a group's neighbours.
 
     >>> inner_product({"data": 2, "fsdp": 4, "context": 8, "tensor": 2}, ("fsdp", "context"))
     2
     """
     outermost = axes[0]
-    if outermost not in AXES:  # one of the user's own: nobody says what lies inside it
+    if outermost not in AXES:  # one of the user's own, whose place in the mesh is not known
         return 1
     inside = AXES[AXES.index(outermost) + 1 :]
     return math.prod(degrees.get(name, 1) for name in inside if name not in axes)
@@ -307,10 +307,10 @@ class Price:
       update: the optimizer's reading and writing of memory, and what else a measured step takes however few tokens it has.
       host: to and from host memory.
       network: seconds on the network by mesh axes, hidden or not.
-      exposed: the part of them that nothing hides.
-      memory: bytes of a device at the fullest moment.
+      exposed: seconds on the network that compute does not hide.
+      memory: peak bytes of a device.
       tokens: of one step, over all devices.
-      ideal: what the FLOPs that are published count take at the peak: without recomputation, with scores that a mask hides.
+      ideal: seconds of the step's model FLOPs at peak: without recomputation, but with scores that a mask hides, as published.
     """
 
     compute: Many
@@ -342,14 +342,14 @@ class Price:
 def price(found: Predicted, hardware: Hardware, assumptions: Assumptions | None = None) -> Price:
     """Price a predicted step, or many candidates at once.
 
-    A flow of b bytes over an axis takes b / bandwidth, and each of its executions a delay. In every phase (see `phases`) what
-    parameters and gradients send hides behind `overlap` of its compute time, what layers send behind `layer_overlap`;
-    permutes of a pipeline end a tick and hide behind nothing.
+    A flow of b bytes over an axis takes b / bandwidth, and each of its executions a delay. In every phase (see `phases`)
+    collectives of parameters and gradients hide behind `overlap` of its compute time, those of layers behind `layer_overlap`,
+    and permutes of a pipeline behind nothing.
 
     Args:
       found: what the plan holds, sends and computes.
-      hardware: on what.
-      assumptions: how well; None: the defaults.
+      hardware: the kind of devices.
+      assumptions: of the cost model; None: those for the hardware.
     """
     given = assumptions or Assumptions.on(hardware)
     run = phases(found, hardware, given)
@@ -370,17 +370,17 @@ def price(found: Predicted, hardware: Hardware, assumptions: Assumptions | None 
 
 
 # --------------------------------------------------------------------------------------------------
-# A predicted step on a line of time: what every device computes, what it sends meanwhile, and where it waits.
+# A predicted step on a timeline: what every device computes, what it sends meanwhile, and where it waits.
 # --------------------------------------------------------------------------------------------------
 
 COLUMNS = 64
 """Characters of a printed lane."""
 
 HARDLY = 0.02
-"""A printed part that is taken for less is shown as idle."""
+"""A printed character whose part of the step is busy for a smaller share than this is shown as idle."""
 
 WORDS = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
-"""What a pipeline's slots are called (see `pipeline/schedules.py`)."""
+"""The names of a pipeline's actions on a timeline, by their letters in `pipeline/schedules.py`."""
 
 
 class Span(NamedTuple):
@@ -414,8 +414,8 @@ class Lane:
 class Timeline:
     """The lanes of a step in the cost model; it ends at the step's price.
 
-    The network carries one thing at a time, each as soon as its phase begins; what nothing hides makes the phase longer, by
-    the same in every run of it. Within a phase the order is not modelled.
+    The network carries one flow at a time, each as soon as its phase begins; exposed communication lengthens every run of the
+    phase alike. Within a phase the order is not modelled.
 
     Attributes:
       lanes: work first, then the network.
@@ -462,8 +462,8 @@ def timeline(found: Prediction, hardware: Hardware, assumptions: Assumptions | N
 
     Args:
       found: what the plan holds, sends and computes.
-      hardware: on what.
-      assumptions: how well; None: the defaults.
+      hardware: the kind of devices.
+      assumptions: of the cost model; None: those for the hardware.
 
     Returns:
       A `Timeline`; `print` it, or draw it with `Answer.save_picture`.
@@ -486,7 +486,7 @@ def timeline(found: Prediction, hardware: Hardware, assumptions: Assumptions | N
 
 @dataclass
 class _Drawing:
-    """Lanes being drawn, with the times until which work and network are busy."""
+    """Lanes being drawn, with the times until which work (`clock`) and network (`sent`) are busy."""
 
     work: dict[str, list[Span]]
     network: dict[str, list[Span]]

@@ -57,7 +57,7 @@ from axonml_jax.strategies.shard import Shard
 from axonml_jax.strategies.strategy import AbstractStrategy, Fabric, Method, unsplittable
 
 # --------------------------------------------------------------------------------------------------
-# A priced plan as a picture: its memory and traffic, and its step on a line of time.
+# A priced plan as a picture: its memory and traffic, and its step on a timeline.
 # --------------------------------------------------------------------------------------------------
 
 COLOURS: dict[str, str] = {
@@ -71,10 +71,10 @@ COLOURS: dict[str, str] = {
     "activations": "#86cdb6",
     "cotangents": "#247660",
 }
-"""Of a lane's parts, by name: compute in blues, what is sent in warm and green colours."""
+"""Colours of a lane's spans, by name: compute in blues, what is sent in warm and green colours."""
 
 OTHER = "#c9a9d6"
-"""Of a part with any other name."""
+"""The colour of a span with any other name."""
 
 
 def draw(
@@ -119,25 +119,25 @@ def _lanes(axes: Any, timeline: Timeline) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# `Candidate`: one way to run a model on a number of devices, of which a planner makes many; `Question`: what it is
-# asked.
+# `Candidate`: one way to run a model on a number of devices; `Question`: the planner's arguments.
 # --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """Everything that the planner decides.
+    """One way to run a model: everything that the planner decides.
 
     Attributes:
-      degrees: of the mesh, every axis with more than one rank.
-      stage: of ZeRO along `fsdp`; 0 without it. Of another strategy the stage that reads and reduces when it does.
+      degrees: (axis, ranks) of every mesh axis with more than one rank.
+      stage: of ZeRO along `fsdp`; 0 without it. For another strategy the stage whose reads and reductions come at the same
+        time.
       strategy: another one along `fsdp`; None: `ax.Shard` of the stage.
       method: how attention reads positions of other ranks; None without `context`.
       shared: whether parameters rest sharded over `context` too.
       dispatch: how tokens reach experts on other ranks; None: as the model says.
       microbatches: per update and rank.
       remat: what the backward recomputes.
-      memory: bytes within which what is recomputed is chosen when a step is traced, in the place of `remat`; None: nothing is.
+      memory: bytes within which recomputation is chosen when a step is traced, in place of `remat`; None: `remat` decides.
       sequence_parallel: with `tensor`.
       schedule: of the pipeline; None without `pipe`.
       chunks: stages per rank.
@@ -164,7 +164,7 @@ class Candidate:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The degrees, `data` always among them, and `fsdp` where parameters rest over it and `context`."""
+        """The degrees in the order of `AXES`, with `data` always, and `fsdp` if parameters rest over both it and `context`."""
         there = {"data": 1, **({"fsdp": 1} if self.shared else {}), **dict(self.degrees)}
         return {axis: there[axis] for axis in AXES if axis in there}
 
@@ -192,7 +192,7 @@ class Candidate:
         if self.dispatch is not None and config.experts is not None:
             dispatch: Any = self.dispatch
             chosen["experts"] = replace(config.experts, dispatch=dispatch)
-        # A pipeline cuts between blocks, and a scan has no place between them.
+        # A pipeline cuts between blocks, which a scan does not allow.
         return replace(config, scan_layers=config.scan_layers and self.schedule is None, **chosen)
 
     def __str__(self) -> str:
@@ -216,23 +216,23 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked.
+    """The question that a search answers.
 
     Attributes:
       model: the transformer.
-      num_devices: how many.
-      hardware: of which kind.
+      num_devices: of the job, all of which are used.
+      hardware: the kind of devices.
       global_batch: sequences per update.
       length: of a sequence.
       moments: optimizer values per parameter.
       precision: the policy's name, or a `Precision`.
-      compute: the dtype that activations have.
+      compute: the dtype of activations; None: as the model's.
       assumptions: of the cost model.
       memory: bytes that a plan may fill on a device.
       strategy: one of the user's own along `fsdp`; None: the stages of ZeRO.
-      saves: what is assumed of failures, restarts and checkpoints.
+      saves: assumptions about failures, restarts and checkpoints.
       documents: whether rows hold several documents.
-      sends: bytes that blocks in a loop may keep in the host's memory, as far as the link takes them.
+      sends: most bytes of activations that blocks in a loop may keep in the host's memory; the link may take fewer.
     """
 
     model: TransformerConfig
@@ -252,7 +252,7 @@ class Question:
 
     @property
     def dtype(self) -> str:
-        """The dtype that activations have."""
+        """The name of the dtype of activations."""
         model: Any = self.model
         return compute_dtype(model, self.compute)
 
@@ -279,9 +279,9 @@ class Answer:
       asked: the question.
       best: the fastest that fits.
       runners_up: the next ones, fastest first.
-      illegal: how many meshes were refused, by reason.
-      dropped: how many ways were dropped, by reason.
-      sensitivity: for every assumption that may be wrong (how much longer the best step then takes, what would then be best).
+      illegal: number of meshes that were refused, by reason.
+      dropped: number of ways that were dropped, by reason.
+      sensitivity: by changed assumption, (the best plan's step time over its price, the plan that would then be best).
     """
 
     asked: Question
@@ -303,17 +303,17 @@ class Answer:
 
     @property
     def prediction(self) -> Prediction:
-        """What the best plan holds and sends."""
+        """The prediction of the best plan: what it holds, sends and computes."""
         return self.best.prediction
 
     @property
     def timeline(self) -> Timeline:
-        """The best plan's step on a line of time."""
+        """The timeline of the best plan's step."""
         return timeline(self.prediction, self.asked.hardware, self.asked.assumptions)
 
     @property
     def saving(self) -> SaveAdvice:
-        """How often the best plan's job should save, and the goodput that it may then expect."""
+        """How often the best plan's job should save, and its expected goodput."""
         asked = self.asked
         return saving_of(self.prediction, self.best.price, asked.num_devices, asked.assumptions, asked.saves)
 
@@ -347,7 +347,7 @@ class Answer:
 
     @property
     def _assumed(self) -> str:
-        """What the times follow from, and how to say it otherwise."""
+        """The assumptions behind the times, with the flags that change them."""
         given, kind = self.asked.assumptions, self.asked.hardware
         known = kind.sources.get("reached", "measured") if given.efficiency == kind.reached else "not measured"
         return (
@@ -387,7 +387,7 @@ class Answer:
 def saving_of(
     found: Prediction, price: Price, num_devices: int, given: Assumptions, saves: SaveAssumptions
 ) -> SaveAdvice:
-    """How often the job of a priced prediction should save: with all that a device rests with, after steps of that price."""
+    """How often the job of a priced prediction should save its parameters and optimizer state."""
     size: Any = found.memory.parameters + found.memory.optimizer
     seconds: Any = price.time
     return advise(size, seconds, num_devices, given.host_bandwidth, saves)
@@ -441,7 +441,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def meshes(num_devices: int, axes: tuple[str, ...]) -> Iterator[dict[str, int]]:
-    """Every way to give each axis a degree so that the product is the number of devices."""
+    """Yields every way to give each axis a degree so that the product is the number of devices."""
     if len(axes) == 1:
         yield {axes[0]: num_devices}
         return
@@ -460,7 +460,7 @@ def legal_meshes(
     shortest: int = SHORTEST,
     illegal: Counter | None = None,
 ) -> Iterator[dict[str, int]]:
-    """Every mesh (degrees above one) on which the model can run.
+    """Yields the degrees above one of every mesh on which the model can run.
 
     Args:
       model: the transformer.
@@ -468,8 +468,8 @@ def legal_meshes(
       global_batch: sequences per update.
       length: of a sequence.
       axes: mesh axes that may have more than one rank.
-      shortest: positions of a rank at least.
-      illegal: counts why meshes were refused, where given.
+      shortest: the fewest positions on a rank of `context`.
+      illegal: counts the reasons for which meshes are refused; None: they are not counted.
     """
     seen = set()
     for family in FAMILIES:
@@ -496,7 +496,7 @@ def candidates(
     shortest: int = SHORTEST,
     offload: CPUOffload = CPUOffload.NONE,
 ) -> Iterator[Candidate]:
-    """Every legal way to run on every legal mesh (see `legal_meshes` for the arguments)."""
+    """Yields every legal way to run on every legal mesh (see `legal_meshes` for the arguments)."""
     for degrees in legal_meshes(
         model, num_devices, global_batch=global_batch, length=length, axes=axes, shortest=shortest
     ):
@@ -525,12 +525,12 @@ def candidate(
     offload: CPUOffload = CPUOffload.NONE,
     strategy: AbstractStrategy | None = None,
 ) -> Candidate:
-    """A way on a mesh, with a strategy of the user's own along `fsdp` or without."""
+    """The candidate of a way on a mesh, with a strategy of the user's own along `fsdp` or none."""
     return Candidate(degrees=tuple(degrees.items()), offload=offload, strategy=strategy, **way._asdict())
 
 
 def stage_of(strategy: AbstractStrategy) -> int:
-    """The stage of ZeRO that reads and reduces when a strategy does.
+    """The stage of ZeRO that reads parameters and reduces gradients at the same times as a strategy.
 
     Raises:
       ValueError: for one that does not shard parameters at rest over an axis that splits rows.
@@ -551,7 +551,7 @@ def ways_on(
     length: int,
     remats: tuple[str | None, ...] = REMATS,
 ) -> tuple[Way, ...]:
-    """Every way to run on a mesh, with these kinds of recomputation; the same object for meshes that allow the same."""
+    """Every way to run on a mesh, with these kinds of recomputation; meshes that allow the same ways share one tuple."""
     rows = global_batch // math.prod(degrees[axis] for axis in batch_axes(degrees))
     tensor, context = degrees.get("tensor", 1), degrees.get("context", 1)
     splits = tensor > 1 and length // context % tensor == 0
@@ -562,7 +562,7 @@ def ways_on(
 
 
 def _dispatches(model: TransformerConfig, ranks: int) -> tuple[str | None, ...]:
-    """How tokens may reach their experts: as the model says, or, where it leaves that open, the other way too."""
+    """The dispatches to try: the model's, and if it leaves the choice open the one that it would not take."""
     experts = model.experts
     if experts is None or ranks == 1 or experts.dispatch != "auto" or experts.capacity_factor is not None:
         return (None,)
@@ -579,7 +579,7 @@ def _goes_with(model: TransformerConfig, axis: str) -> bool:
 
 
 def _methods(model: TransformerConfig, context: int, tensor: int) -> tuple[Method | None, ...]:
-    """By which attention may read positions of other ranks: with U ranks that split heads, for every U that can."""
+    """The methods by which attention may read positions of other ranks: for every U by which heads can be split."""
     if context == 1:
         return (None,)
     heads = model.num_heads // tensor, max(1, model.attention_shape.kv_heads // tensor)
@@ -631,7 +631,7 @@ def _refused(model: TransformerConfig, degrees: dict[str, int], global_batch: in
 
 
 def _orders(num_layers: int, pipe: int, rows: int) -> Iterator[tuple[PipelineSchedule | None, int, int]]:
-    """(schedule, chunks, microbatches)."""
+    """Yields (schedule, chunks, microbatches)."""
     for count in divisors(rows):
         if pipe == 1:
             yield None, 1, count
@@ -652,9 +652,9 @@ class Placing(NamedTuple):
     """The weights of a way on a mesh.
 
     Attributes:
-      layouts: of all.
-      form: a number that those share whose layouts are split over the same axes, and whose stacks are along dim 0 or not; along
-        which dims else changes no size.
+      layouts: of all weights.
+      form: a number that placings share whose layouts are split over the same axes, with the same stacks split along dim 0;
+        other dims change no size.
       model: its configuration, with its layers split so.
       plan: with every default decided; how often anything runs is not in it.
       strategies: a number that plans with the same strategies share.
@@ -668,7 +668,7 @@ class Placing(NamedTuple):
 
 
 class Resting:
-    """Layouts of a model's weights, by the axes that split them; they rest alike in all of ZeRO's stages."""
+    """Caches the layouts of a model's weights by the axes that split them, which all of ZeRO's stages share."""
 
     def __init__(self, asked: Question):
         self.asked, self.fabric = asked, Fabric(devices=asked.num_devices, torus=asked.hardware.torus)
@@ -736,12 +736,12 @@ class Resting:
 
 
 def weights_together(placings: Sequence[Placing], meshes: Sequence[Mapping[str, int]], repeats: np.ndarray) -> Weights:
-    """The weights of placings of one form under the same strategies, with an entry for every candidate.
+    """The weights of placings of one form under the same strategies; sizes are arrays with an entry for every candidate.
 
     Args:
-      placings: by mesh.
-      meshes: their degrees.
-      repeats: candidates of every mesh.
+      placings: one for each mesh.
+      meshes: the degrees of each mesh.
+      repeats: the number of candidates of each mesh.
     """
     first, once = placings[0], np.ones(len(meshes), int)
     degrees = {axis: spread([mesh[axis] for mesh in meshes], once, int) for axis in meshes[0]}
@@ -756,7 +756,7 @@ def weights_together(placings: Sequence[Placing], meshes: Sequence[Mapping[str, 
 
 
 def _together(layouts: Sequence[Layout], once: np.ndarray) -> Layout:
-    """Layouts of one form as one, whose sizes are arrays."""
+    """Merges layouts of one form into one layout, whose sizes are arrays."""
     own = layouts[0]
     stored, parts = (
         tuple(spread(sizes, once, int) for sizes in zip(*values, strict=True))
@@ -766,32 +766,31 @@ def _together(layouts: Sequence[Layout], once: np.ndarray) -> Layout:
 
 
 def spread(values: Sequence[Any], repeats: np.ndarray, kind: type = float) -> Any:
-    """One value per mesh as one per candidate; where all are equal, the number."""
+    """Repeats one value per mesh to one per candidate; returns the plain number if all are equal."""
     if all(value == values[0] for value in values):
         return values[0]
     return np.repeat(np.array(values, kind), repeats)
 
 
 # --------------------------------------------------------------------------------------------------
-# A first price of every way to run, many meshes at once: flows and memory are the ledger's own lists, with arrays in
-# them.
+# A first price of every way to run, many meshes at once: the ledger's own flows and memory, with arrays as sizes.
 # --------------------------------------------------------------------------------------------------
 
 Meshes = Sequence[tuple[dict[str, int], tuple[Way, ...]]]
-"""Degrees, and the ways to run on them."""
+"""(degrees, ways to run on them) of each mesh."""
 
 AT_ONCE = 2**15
-"""Candidates that are priced together: their arrays stay in a core's cache."""
+"""The number of candidates that are priced together, so that their arrays stay in a core's cache."""
 
 
 def quick(
     meshes: Meshes, asked: Question, offload: CPUOffload = CPUOffload.NONE
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(seconds, bytes) of the ways on every mesh.
+    """First prices of all ways, as one (seconds, bytes) pair of arrays for each mesh.
 
-    Ways of one discrete choice, on all meshes over which weights rest alike, have one list of flows and one of what is held,
-    whose sizes and counts are arrays. Bytes are the ledger's (see `TickCounts.foreseen` for pipelines), and seconds those of
-    the ledger's price but for a pipeline's bubble.
+    Ways of one discrete choice, on all meshes over which weights rest alike, share one list of flows and one `Memory`, whose
+    sizes and counts are arrays. Bytes are the ledger's, but for an upper bound on a pipeline's slots (`TickCounts.foreseen`);
+    seconds are the ledger's price, but for a pipeline's bubble.
     """
     found = [(np.zeros(len(ways)), np.zeros(len(ways))) for _, ways in meshes]
     for together in alike(meshes, asked):
@@ -808,17 +807,17 @@ def quick(
 
 
 class WayColumns:
-    """Ways that are one discrete choice: alike in ZeRO's stage and its axes, sequence parallelism and how tokens travel.
+    """Ways of one mesh that are one discrete choice: alike in ZeRO's stage and axes, sequence parallelism, method and dispatch.
 
     Attributes:
-      way: the first.
-      at: where they are among all ways of their mesh.
-      choice: what they have in common.
+      way: the first of them.
+      at: their indices among all ways of their mesh.
+      choice: the choice that they share.
       microbatches: per update and rank.
       full, selective: 1 where that is recomputed.
       chunks, gpipe: of a pipeline.
-      cuts: kinds of (chunks, recomputation).
-      cut: of which kind each is.
+      cuts: the different pairs of (chunks, recomputation).
+      cut: the index of each way's pair in `cuts`.
     """
 
     def __init__(self, ways: tuple[Way, ...], at: list[int]):
@@ -835,12 +834,12 @@ class WayColumns:
 
 
 def choice_of(way: Way) -> tuple:
-    """What decides on the list of a way's flows, but for the mesh."""
+    """The settings of a way that decide which flows it has on a given mesh."""
     return way.stage, way.shared, way.sequence_parallel, way.method, way.dispatch
 
 
 def choices(ways: tuple[Way, ...]) -> tuple[WayColumns, ...]:
-    """The ways of a mesh by discrete choice."""
+    """Groups the ways of a mesh by discrete choice."""
     found: dict[tuple, list[int]] = {}
     for i, way in enumerate(ways):
         found.setdefault(choice_of(way), []).append(i)
@@ -848,15 +847,17 @@ def choices(ways: tuple[Way, ...]) -> tuple[WayColumns, ...]:
 
 
 def _cut_columns(model: TransformerConfig, pipe: int, columns: WayColumns, length: int) -> np.ndarray:
-    """What `_cut` says of every way; [values, ways]."""
+    """The values of `_cut` for every way: [values, ways]."""
     return np.array([_cut(model, pipe, *key, length) for key in columns.cuts]).T[:, columns.cut]
 
 
 @lru_cache(maxsize=4096)
 def _cut(model: TransformerConfig, pipe: int, chunks: int, remat: str, length: int) -> tuple[float, ...]:
-    """Of a cut into pipe x chunks stages: the slowest stages' part of all work, the longest stage's blocks, routers passed.
+    """Numbers of a cut into pipe x chunks stages.
 
-    Then the blocks of the first rank, of the fullest between, and of the last, and those of them that have experts.
+    Returns:
+      The slowest stages' share of all work, the longest stage's blocks, the routers passed on; then the blocks of the first
+      rank, of the fullest between, and of the last; then how many of these have experts.
     """
     decoder: Any = model
     policy = Pipelined(schedule=PipelineSchedule.INTERLEAVED_ONE_F_ONE_B, num_microbatches=pipe, chunks=chunks)
@@ -892,7 +893,7 @@ class DiscreteChoice:
 
 
 def alike(meshes: Meshes, asked: Question) -> Iterator[list[DiscreteChoice]]:
-    """Choices that make one list, at most so many candidates together."""
+    """Yields batches of choices that share one list of flows, of about `AT_ONCE` candidates each."""
     resting, lists, cuts = Resting(asked), {}, {}
     same = {id(ways): choices(ways) for ways in {id(ways): ways for _, ways in meshes}.values()}
     for number, (given, ways) in enumerate(meshes):
@@ -913,7 +914,7 @@ def alike(meshes: Meshes, asked: Question) -> Iterator[list[DiscreteChoice]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """What a price is made of (see `Predicted`), for many ways to run at once."""
+    """The inputs of a price (see `Predicted`), for many ways to run at once."""
 
     degrees: Mapping[str, Many]
     pipelined: bool
@@ -938,7 +939,7 @@ class Candidates:
 def candidates_of(
     together: Sequence[DiscreteChoice], asked: Question, offload: CPUOffload = CPUOffload.NONE
 ) -> Candidates:
-    """The candidates of choices that make one list: the one after the other."""
+    """The inputs of a price for choices that share one list of flows; candidates of one choice follow those of another."""
     step, slowest = _step(together, asked)
     run, tokens = step.run, asked.global_batch * asked.length
     masked, blockwise, pairs = attention_work(step)
@@ -965,7 +966,7 @@ def candidates_of(
 
 
 def _step(together: Sequence[DiscreteChoice], asked: Question) -> tuple[Step, Many]:
-    """The step of all these candidates, and the slowest stages' part of all work."""
+    """The step of all these candidates, and the slowest stages' share of all work."""
     repeats, placings = np.array([len(each.columns.at) for each in together]), [each.placing for each in together]
     column = lambda name: np.concatenate([getattr(each.columns, name) for each in together])
     meshes = [each.degrees for each in together]
@@ -996,10 +997,10 @@ def _step(together: Sequence[DiscreteChoice], asked: Question) -> tuple[Step, Ma
 
 
 def _bubble(step: Step, slowest: Many) -> Many:
-    """Idle time over useful time, had all ticks of a chunk its slowest stage's length.
+    """Idle time over useful time, if all ticks of a chunk took as long as its slowest stage.
 
-    The first and the last ticks fill and drain; where microbatches do not come in groups of the ranks, a chunk waits for the
-    rest of a group.
+    The first and the last ticks fill and drain; where ranks do not divide the microbatches, chunks wait for the last,
+    incomplete group.
     """
     ranks, count, chunks = step.degrees["pipe"], step.run.microbatches, step.chunks
     missing = ranks * (1 + divided(count - 1, ranks)) - count
@@ -1012,14 +1013,14 @@ def _bubble(step: Step, slowest: Many) -> Many:
 # --------------------------------------------------------------------------------------------------
 
 EXACTLY, DOUBTFUL, LEAN = 48, 24, 8
-"""How many ways the ledger prices exactly: the fastest that fit by the first price, of those that it finds slightly too
+"""How many ways the ledger prices exactly: the fastest that fit by the first price, the fastest that it finds slightly too
 large, and those that need least memory."""
 
 PER_MESH = 3
-"""How many of them at most are of one mesh."""
+"""How many of the fastest are of one mesh at most."""
 
 MARGINS = {False: 1.0, True: 1.13}
-"""The first price is rough: what it finds this much too large may still fit, without a pipeline and with one."""
+"""By whether there is a pipeline: what the first price finds too large by up to this factor may still fit."""
 
 _TOO_LARGE = "does not fit in a device's memory"
 
@@ -1064,14 +1065,16 @@ def plan(
       strategies: strategies of your own that may take the place of `ax.Shard` along `fsdp`.
       runners_up: how many of the next best to keep.
       assumptions: of the cost model.
-      saves: what `answer.saving` assumes of failures, restarts and checkpoints; it has no part in the choice.
+      saves: what `answer.saving` assumes of failures, restarts and checkpoints; it does not affect the choice.
       documents: whether rows hold several documents, which some kernels of attention do not keep apart.
 
     Returns:
       An `Answer`; `print` it.
 
     Raises:
-      ValueError: when nothing is legal or nothing fits, with the reasons and what would help.
+      ValueError: for sizes, axes, kinds of recomputation or strategies that are wrong; when nothing is legal or nothing fits,
+        with the reasons and what would help.
+      TypeError: for a model without a `TransformerConfig`.
     """
     asked = _question(model, num_devices, hardware, global_batch, length, precision, moments, max_memory, assumptions)
     asked = replace(asked, saves=saves or SaveAssumptions(), documents=documents)
@@ -1110,6 +1113,8 @@ def _question(model, num_devices, kind, global_batch, length, precision, moments
     sizes = {"num_devices": num_devices, "global_batch": global_batch, "length": 1 if length is None else length}
     if wrong := ", ".join(f"{name}={value}" for name, value in sizes.items() if value < 1):
         raise ValueError(f"{wrong}: each must be at least 1")
+    if moments < 0:
+        raise ValueError(f"moments={moments}: the optimizer keeps 0 or more values per parameter")
     if Precision.of(precision).products is not None:
         raise ValueError(
             f"precision={precision!r}: the search prices products in the compute dtype, and not all plans that it tries may "
@@ -1166,12 +1171,12 @@ def _budgeted(make: Callable[[], Candidate], asked: Question) -> Candidate:
 def _between_words(
     ways: tuple[Way, ...], seconds: np.ndarray, held: np.ndarray, asked: Question
 ) -> list[tuple[int, float]]:
-    """Ways that fit, where the same way with the word of recomputation before does not, and takes less time.
+    """Ways that fit, of which the same way with less recomputation is faster and does not fit.
 
-    Between them some blocks do as the one word says and some as the other: what is held, and the time, are on a line.
+    Between the two, some blocks recompute by one word and some by the other; memory and time are interpolated linearly.
 
     Returns:
-      Some of the fastest: (the way's number, the time at which it fills what it may).
+      Some of the fastest: (the way's index, the interpolated time at which it fills the memory allowed).
     """
     word = np.array([REMATS.index(way.remat) for way in ways])
     step = int(np.argmax(word != word[0]))  # ways with the next word follow in the same order
@@ -1186,7 +1191,7 @@ def _between_words(
 
 
 def _meshes(asked: Question, axes: tuple[str, ...], remats: tuple, offload: CPUOffload, illegal: Counter) -> list:
-    """Every legal mesh with the ways to run on it."""
+    """Lists every legal mesh with the ways to run on it, and counts those without any."""
     found, sizes = [], {"global_batch": asked.global_batch, "length": asked.length}
     for degrees in legal_meshes(asked.model, asked.num_devices, axes=axes, illegal=illegal, **sizes):
         if offload is not CPUOffload.NONE and "pipe" in degrees:
@@ -1202,7 +1207,7 @@ def _meshes(asked: Question, axes: tuple[str, ...], remats: tuple, offload: CPUO
 
 
 def _fastest(among: np.ndarray, seconds: np.ndarray, held: np.ndarray) -> list[int]:
-    """The fastest of these ways, one of those that time and memory cannot tell apart."""
+    """The `PER_MESH` fastest of these ways; of several with the same time and memory only one."""
     found: dict[tuple[float, float], int] = {}
     for i in among[np.argsort(seconds[among], kind="stable")].tolist():
         found.setdefault((float(f"{seconds[i]:.6g}"), float(f"{held[i]:.6g}")), i)
@@ -1212,13 +1217,13 @@ def _fastest(among: np.ndarray, seconds: np.ndarray, held: np.ndarray) -> list[i
 
 
 class _Best:
-    """The smallest by a measure, so many of them; names decide between equals."""
+    """Keeps the `count` candidates with the smallest measure; the larger name wins between equals."""
 
     def __init__(self, count: int):
         self.count, self._heap = count, []
 
     def keep(self, measure: float, make: Callable[[], Candidate]) -> None:
-        """Among the best so far; what is too bad is not even made."""
+        """Adds a candidate if it is among the best so far; others are not even made."""
         if len(self._heap) == self.count and -measure < self._heap[0][0]:
             return
         found = make()
@@ -1246,7 +1251,7 @@ def _exactly(asked: Question, ways: list[Candidate], dropped: Counter) -> list[P
             dropped[_TOO_LARGE] += 1
         else:
             found.append(one)
-    # Where all blocks do as one word says, the word says it shorter.
+    # A budget under which all blocks recompute by one word is the same plan as that word, which is shorter.
     bare = lambda one: (replace(one.candidate, remat=None, memory=None), one.price.time)
     words = {bare(one) for one in found if one.candidate.memory is None}
     return [one for one in found if one.candidate.memory is None or bare(one) not in words]
@@ -1254,7 +1259,7 @@ def _exactly(asked: Question, ways: list[Candidate], dropped: Counter) -> list[P
 
 def _in_order(found: list[Priced]) -> list[Priced]:
     """The fastest first."""
-    # Of plans that take the same time the one that sends least: less hangs on what overlaps.
+    # Of plans that take the same time the one that sends least comes first: it depends least on overlap.
     digits = lambda one: float(f"{one.price.time:.9g}")
     return sorted(found, key=lambda one: (digits(one), one.prediction.total_bytes, one.price.memory))
 
@@ -1275,7 +1280,7 @@ def exactly(asked: Question, found: Candidate) -> Priced:
 
 
 def _sensitivity(asked: Question, found: list[Priced]) -> dict[str, tuple[float, str]]:
-    """How much longer the best step takes, and which plan would then be best, when an assumption is worse."""
+    """By worsened assumption, the best plan's step time over its price, and the plan that would then be best."""
     given, kind = asked.assumptions, asked.hardware
     worse = {
         "links half as fast": (replace(kind, link=kind.link / 2, cross=kind.cross / 2), given),

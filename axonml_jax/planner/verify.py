@@ -42,12 +42,12 @@ from axonml_jax.training.run_state import abstract_state, resting_shapes
 from axonml_jax.training.step import TrainStep
 
 # --------------------------------------------------------------------------------------------------
-# A plan's real training step compiled for TPU chips that need not be here, or for CPUs: memory and collectives beside
+# A plan's real training step compiled for TPU chips that need not be present, or for CPUs: memory and collectives beside
 # what is predicted.
 # --------------------------------------------------------------------------------------------------
 
 CPU = "cpu"
-"""The topology of as many simulated devices of this machine as a plan has."""
+"""The name of the topology of simulated CPU devices, as many as a plan has."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Verification:
     """The comparison of a plan with what a topology's compiler made of it.
 
     Attributes:
-      topology: which chips.
-      memory: bytes per chip, predicted and planned.
-      peak: bytes per chip at the fullest moment as planned; 0 where the compiler does not say.
-      predicted_peak: as predicted.
-      traffic: what the traced step sends otherwise than predicted; nothing where they agree.
+      topology: the chips compiled for.
+      memory: bytes per chip, predicted and planned by the compiler.
+      peak: peak bytes per chip as planned; 0 if the compiler reports none.
+      predicted_peak: peak bytes per chip as predicted.
+      traffic: differences between the traced step's collectives and the predicted ones; empty where they agree.
       collectives: (kind, asynchronous, in a loop) -> instructions of the compiled program.
-      moved: kind -> what the compiled schedule moves per step, loops times their trips, and which share of it runs behind
-        compute.
+      moved: kind -> the bytes that the compiled schedule moves per step, loops times their trips, and the share that runs
+        behind compute.
       flops: of a step on one chip, a loop's body counted once.
       optimal_seconds: the compiler's own estimate of a step, a loop's body counted once; None where it has none.
       seconds: that tracing and compiling took.
@@ -105,7 +105,7 @@ def topology_devices(topology: str, slices: int = 1) -> list[Any]:
     Raises:
       ModuleNotFoundError: without libtpu, which the `tpu` extra installs.
     """
-    # No chip is touched: nothing to ask the cloud about, and nothing that a second process could not do meanwhile.
+    # No chip is used, so that neither the cloud's metadata nor libtpu's lock on the chips is needed.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     jax.config.update("jax_platforms", "cpu")
@@ -116,7 +116,7 @@ def topology_devices(topology: str, slices: int = 1) -> list[Any]:
 
 
 def require_compiler(topology: str) -> None:
-    """Refuse early a topology for which this machine has no compiler.
+    """Refuses a topology for which this machine has no compiler.
 
     Raises:
       ModuleNotFoundError: without libtpu, which the `tpu` extra installs.
@@ -132,12 +132,13 @@ def verify(answer: Answer, topology: str, slices: int = 1) -> Verification:
 
     Args:
       answer: the planner's.
-      topology: as "v5p:8x8x8", as many chips as the plan has devices; "cpu": so many simulated ones, which must not have
-        started as others.
-      slices: so many of the topology, which the data-center network joins.
+      topology: as "v5p:8x8x8", with as many chips as the plan has devices; "cpu": as many simulated devices, for which JAX must
+        not have started with others.
+      slices: number of such topologies, which the data-center network joins.
 
     Raises:
-      ValueError: for another number of chips.
+      ValueError: if the topology has another number of chips than the plan has devices.
+      ModuleNotFoundError: for TPUs without libtpu.
     """
     asked = answer.asked
     return verify_plan(
@@ -173,7 +174,9 @@ def verify_plan(
     devices = jax.devices() if topology == CPU else topology_devices(topology, slices)
     where = topology if slices == 1 else f"{slices} x {topology}"
     if math.prod(degrees.values()) != len(devices):
-        raise ValueError(f"{where} has {len(devices)} chips, the plan {math.prod(degrees.values())} devices")
+        raise ValueError(
+            f"{where} has {len(devices)} chips, the plan {math.prod(degrees.values())} devices: give one of as many chips"
+        )
     in_order = order_devices(tuple(degrees.values()), devices)
     mesh = Mesh(in_order, tuple(degrees), axis_types=(AxisType.Auto,) * len(degrees))
     started = time.perf_counter()
@@ -231,31 +234,31 @@ def _loss(model: Any, batch: PyTree) -> WeightedMean | tuple[WeightedMean, dict[
 
 
 # --------------------------------------------------------------------------------------------------
-# What a few real steps of a model show of this machine: fixed times, the share of the peak reached, how fast layers
-# send.
+# Measures of this machine from a few real steps of a model: fixed times, the share of the peak that products reach, and the
+# speed of layers' collectives.
 # --------------------------------------------------------------------------------------------------
 
 MANY = 4
-"""Sequences of a device, in one microbatch or as many."""
+"""Sequences of a device in a probe, in one microbatch or in as many microbatches."""
 
 SHORT, LONG, BLOCKS = 8, 512, 4
-"""Positions of short sequences, the most of long ones, and the most blocks of the model whose steps are measured."""
+"""Positions of short sequences, the most positions of long ones, and the most blocks of the probed model."""
 
 ROUNDS, LEAST_ROUNDS, PATIENCE = 21, 3, 20.0
-"""Steps of each kind, and how many there are at least where all of them would take more than the seconds of patience."""
+"""Measured steps of each probe; and their least number, once the measuring has taken `PATIENCE` seconds."""
 
 WITHIN = 2.0
-"""Seconds that a step may take at the speed of products."""
+"""Most seconds of a probe's step at the measured speed of products; above it no step is measured."""
 
 
 def from_steps(devices: list[Any], model: TransformerConfig, here: Hardware, precision: str | None) -> Hardware:
-    """The hardware, refined by what real steps of the model show besides products and sums.
+    """Refines measured hardware by real steps of a model.
 
-    Three steps over `data`, of the model with at most `BLOCKS` blocks: MANY short sequences of a device in one microbatch, in
-    MANY, and MANY long ones in one. What MANY - 1 microbatches more take is what blocks take however few tokens they have; what
-    long sequences take longer, over their FLOPs, is the speed of products; the rest of the first comes with every step. Where
-    the model's layers divide over `tensor`, a step over it shows how fast the layers' own collectives are there, with
-    everything that its ranks compute alike, if they are slower than the link.
+    Three steps over `data` are measured, of the model with at most `BLOCKS` blocks: MANY short sequences of a device in one
+    microbatch, the same in MANY microbatches, and MANY long sequences in one. The time of the MANY - 1 additional microbatches
+    is the blocks' fixed time; the additional time of long sequences, over their FLOPs, is the speed of products; the rest of
+    the first step is the fixed time of a step. Where the model's layers divide over `tensor`, a step over it measures how fast
+    the layers' collectives are, redundant compute included, if that is slower than the link.
 
     Args:
       devices: all of them take part.
@@ -346,7 +349,7 @@ class _Probe:
         )
 
     def flops(self, here: Hardware) -> float:
-        """FLOPs of one device."""
+        """Model FLOPs of one device in the step."""
         found = self.predicted(here)
         return found.tokens * found.flops_per_token / len(self.devices)
 
@@ -360,7 +363,7 @@ class _Probe:
         return self.flops(here) / here.flops > WITHIN or held > Assumptions.memory_margin * here.memory
 
     def prepared(self) -> Callable[[], None]:
-        """A function that runs the step once; it is compiled and run twice before. Values are zeros."""
+        """Compiles the step, runs it twice on zeros, and returns a function that runs it once more."""
         mesh = make_mesh(devices=self.devices, **self.candidate.mesh)
         plan, model = self._way
         step, shapes, batch = abstract_step(plan, model, mesh, self.batch, self.length)
@@ -397,13 +400,14 @@ def _in_turns(steps: list[Callable[[], None]]) -> list[float]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What this machine's own devices do: products, memory, collectives, and with a model its steps, measured.
+# Measures of this machine's devices: products, memory, collectives, and with a model its steps.
 # --------------------------------------------------------------------------------------------------
 
 UNKNOWN_MEMORY = 2.0**40
+"""Bytes of a device that does not say how many it has; also the link's bytes per second where there is one device."""
 
 CHAIN = 16
-"""Sums that follow each other where one is measured, as in a step: the first waits for devices that have just begun."""
+"""Sums that follow each other in the measure of one, as in a step: a single one would include waiting for other devices."""
 
 
 def measure(
@@ -414,18 +418,18 @@ def measure(
     elements: int = 2**20,
     dtype: str = "float32",
 ) -> Hardware:
-    """Measure with all devices working at once, as in a step, so that shared cores and links are priced.
+    """Measures products, memory and sums with all devices at work, as in a step, so that shared cores and links are priced.
 
     Args:
-      num_devices: the first so many of JAX's devices; None: all. More than there are: simulated CPU devices are started,
-        where JAX has not.
-      model: some of its steps are measured too (see `from_steps`); None, and for a model with experts: none.
+      num_devices: number of JAX's devices to use, the first ones; None: all. On CPUs that many simulated devices are started,
+        if JAX has not started.
+      model: whose steps are measured too (see `from_steps`); None, or a model with experts: no steps are.
       size: of the square matrices that are multiplied.
       elements: of the array that is summed over the devices.
       dtype: of both.
 
     Raises:
-      ValueError: when there are fewer devices.
+      ValueError: when there are fewer devices than `num_devices`.
     """
     devices = _devices(num_devices)
     mesh = Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
@@ -463,8 +467,6 @@ def measure(
 
 
 def _devices(num_devices: int | None) -> list[Any]:
-    from axonml_jax.mesh.simulate import fake_devices
-
     if num_devices is not None and jax.config.jax_platforms == "cpu" and not backend_started():
         fake_devices(num_devices)
     devices = jax.devices()[:num_devices]
