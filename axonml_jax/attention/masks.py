@@ -106,7 +106,7 @@ def _turns(values: Nested, atoms: Iterable[Atom], visited: set[int]) -> Iterator
 def _turns_of(constant: np.ndarray) -> list[int | None]:
     """The number that a constant is, or the places along its one long dim at which it is no straight line; else [None]."""
     if constant.size == 1:
-        number = float(constant.real.item())
+        number = float(np.real(constant.item()))
         return [int(number)] if np.isfinite(number) and number.is_integer() else []
     if constant.size != max(constant.shape, default=1):
         return [None] * (constant.size > 0)
