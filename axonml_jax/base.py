@@ -329,13 +329,15 @@ def seed(n: int) -> "jax.Array":
 
 
 def _place() -> tuple[int, int]:
-    """This process's rank and the number of processes; in a job that was joined this starts JAX's devices."""
+    """This process's rank and the number of processes; it starts no devices."""
     thread = threading.current_thread()
     if hasattr(thread, "rank"):  # a rank of `spawn` (mesh/world.py)
         return thread.rank, thread.world_size  # pyright: ignore[reportAttributeAccessIssue]
     if (jax := sys.modules.get("jax")) is None or not jax.distributed.is_initialized():
         return 0, 1
-    return jax.process_index(), jax.process_count()
+    from axonml_jax.compat.processes import joined_as
+
+    return joined_as()
 
 
 def _prefix_rank(record: logging.LogRecord) -> bool:

@@ -52,3 +52,16 @@ def test_leaves_without_one_entry_per_rank_are_all_named():
     run = ax.spmd(lambda a, b: a["x"], group())
     with pytest.raises(ValueError, match=r"(?s)4 ranks.*\[0\]\['x'\]: shape \(3, 2\).*\[1\]: shape \(\).*jnp.stack"):
         run({"x": jnp.zeros((3, 2)), "y": jnp.zeros(4)}, 1.0)
+
+
+def test_a_collective_of_other_ranks_is_refused():
+    other = group(ranks=[2, 3])
+    run = ax.spmd(lambda x: ax.all_reduce_sum(x, other), group(ranks=[0, 1]))
+    with pytest.raises(ValueError, match=r"names .*of other ranks: .*the group that ax.spmd was given"):
+        run(jnp.arange(2.0))
+
+
+@pytest.mark.parametrize("call", [ax.broadcast, ax.all_reduce_sum], ids=lambda call: call.__name__)
+def test_integers_that_do_not_fit_are_refused_and_not_cut_off(call):
+    with jax.enable_x64(False), pytest.raises(TypeError, match=r"int64 from 1099511627777 to .* do not fit int32"):
+        call(np.array([2**40 + 1]), ax.ProcessGroup.mock())

@@ -453,3 +453,32 @@ def test_arrays_without_a_dtype_of_their_own_train_in_16_bits(face):
         loss, grads = nnx.value_and_grad(loss_fn)(plain, x)
         optimizer.update(plain, grads)
         np.testing.assert_allclose(trainer.step(x)["loss"], loss, rtol=LOW_PRECISION)
+
+
+class CenteredNorm(nnx.BatchNorm):
+    pass
+
+
+class ScaledNorm(nnx.BatchNorm):
+    def __call__(self, x, **kwargs):
+        return 3 * super().__call__(x, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [nnx.BatchNorm, CenteredNorm, ScaledNorm])
+def test_a_users_own_batch_norm_takes_unequal_masks_as_one_device_does(mesh, kind):
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(2, 3, (ROWS, 4)).astype(np.float32), "mask": np.arange(ROWS)[:, None] < 5}
+
+    class Net(nnx.Module):
+        def __init__(self):
+            self.norm = kind(4, rngs=nnx.Rngs(0))
+
+        def __call__(self, x, mask):
+            return self.norm(x, mask=mask)
+
+    loss = lambda model, batch: jnp.mean(model(batch["x"], batch["mask"]) ** 4)
+    alone, ddp = Net(), ax.DDP(Net(), mesh)
+    wanted = loss(alone, batch)
+    np.testing.assert_allclose(ddp.trainer(optax.sgd(0.1), loss).step(batch)["loss"], wanted, rtol=1e-5)
+    for name in ("mean", "var"):
+        np.testing.assert_allclose(ddp.state_dict()[f"norm/{name}"], getattr(alone.norm, name)[...], rtol=1e-5)

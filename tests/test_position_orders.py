@@ -128,6 +128,17 @@ def test_every_process_places_its_own_parts_in_the_ranks_order(order, monkeypatc
         assert placed.sharding.spec == PartitionSpec(("data",), ("seq",))
 
 
+def test_every_process_places_random_keys(monkeypatch):
+    layout, mesh = ax.Plan().batch_layout({"data": 2}), plain_mesh_of({"data": 2})
+    given = {"key": jax.random.key(1), "rows": jax.random.split(jax.random.key(2), 4)}
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    placed = layout.place(given, mesh)
+    assert jax.random.bits(placed["key"]) == jax.random.bits(given["key"])
+    bits = jax.vmap(jax.random.bits)
+    np.testing.assert_array_equal(bits(placed["rows"]), bits(given["rows"]))
+    assert placed["rows"].sharding.shard_shape((4,)) == (2,)
+
+
 @pytest.mark.parametrize(
     ("order", "length", "sent"),
     [("zigzag", 24, [("permute", 8)]), ("striped", 18, [("all_to_all", 6)]), ("striped", 12, [("all_gather", 12)])],

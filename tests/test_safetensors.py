@@ -13,6 +13,7 @@ from flax.core import freeze
 
 import axonml_jax as ax
 from axonml_jax.model.safetensors import Pending, StoredArrays, write_shards
+from axonml_jax.model.view import named_arrays
 
 pytest.importorskip("safetensors")
 
@@ -216,3 +217,10 @@ def test_floats_of_8_bits_and_scalars_come_back_as_they_were_and_other_kinds_are
     ):
         StoredArrays(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_arrays_are_looked_at_without_being_copied_to_the_host():
+    mesh = ax.make_mesh(data=2, devices=jax.devices()[:2])
+    array = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, jax.P("data")))
+    assert named_arrays({"a": array})["a"] is array
+    assert array._npy_value is None  # what NumPy is given once, JAX keeps

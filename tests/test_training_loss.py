@@ -88,11 +88,13 @@ def test_weighting_the_examples_is_not_the_same_as_averaging_the_means(mesh):
     assert not np.allclose(weighted["layer"]["bias"], wanted["layer"]["bias"], rtol=1e-2)
 
 
+@pytest.mark.parametrize("total", [jnp.float32, None])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_gradients_in_16_bits_are_divided_by_weights_beyond_them(mesh, dtype):
+def test_gradients_in_16_bits_are_divided_by_weights_beyond_them(mesh, dtype, total):
     ddp = ax.DDP(nnx.Linear(4, 4, rngs=nnx.Rngs(0), param_dtype=dtype, dtype=dtype), mesh)
     weight = 100_000.0 if dtype == jnp.float16 else 257.0  # infinite and 256 in these dtypes
-    loss = lambda model, x: ax.WeightedMean(jnp.sum(model(x).astype(jnp.float32)), jnp.float32(len(x)) * weight / 8)
+    own = lambda x: x.astype(total or dtype)
+    loss = lambda model, x: ax.WeightedMean(jnp.sum(own(model(x))), jnp.float32(len(x)) * weight / 8)
     _, grads = ddp.value_and_grad(loss)(np.ones((8, 4), dtype))
     wanted = np.asarray(jnp.asarray(8 / weight, dtype))
     np.testing.assert_array_equal(grads["bias"], np.full(4, wanted))

@@ -89,6 +89,9 @@ def test_a_mock_world_is_held_by_this_process():
     assert world.default_group().ranks == (0, 1, 2, 3)
     assert World.mock(4) == world != World.mock(2)
     assert "rank=0, world_size=4" in repr(world)
+    for none in (0, -1):
+        with pytest.raises(ValueError, match=f"{none} mock ranks: give at least one"):
+            World.mock(none)
 
 
 def test_a_mock_world_per_rank():
