@@ -94,8 +94,7 @@ FRESH = {
         print0("x"); logger.warning("y")
         assert not backend_started()
         import jax, socket
-        with socket.create_server(("", 0)) as server:
-            port = server.getsockname()[1]
+        server = socket.create_server(("", 0)); port = server.getsockname()[1]; server.close()
         jax.config.update("jax_platforms", "cpu")
         jax.distributed.initialize(f"127.0.0.1:{port}", 1, 0)
         print0("x"); logger.warning("y")
