@@ -31,6 +31,10 @@ def remembered(h):
     return jax.checkpoint(lambda h: h / jnp.sqrt(jnp.var(h) + 1e-3))(h)
 
 
+def until_small(h):
+    return jax.lax.while_loop(lambda h: jnp.abs(h).max() > 1, lambda h: 0.7 * h, jax.lax.stop_gradient(h))
+
+
 MIXING = {
     "centred": lambda h: h - h.mean(0),
     "whitened": lambda h: (h - h.mean(0)) / (h.std(0) + 1e-3),
@@ -43,10 +47,18 @@ MIXING = {
     "by a constant of a loop": lambda h: constant_of_loop(h, h.mean(0)),
     "merged with features": lambda h: (h.reshape(-1) - h.reshape(-1).mean()).reshape(h.shape),
 }
+DECIDED = {
+    "by their number": lambda h: h * (h > 0).sum(0),
+    "by whether any is": lambda h: h * jnp.where(jnp.any(h > 1.5, 0), 2.0, 1.0),
+    "by a condition": lambda h: jnp.where((h > 0).sum(0) > 8, h, 2 * h),
+    "by a branch": lambda h: jax.lax.cond(h[:, 0].max() > 0.9, lambda h: 2 * h, jnp.tanh, h),
+    "by when a loop ends": lambda h: h + until_small(h),
+}
 APART = {
     "over features": lambda h: (h - h.mean(-1, keepdims=True)) / (h.std(-1, keepdims=True) + 1e-3),
     "experts": lambda h: routed(h),
     "a number beside": lambda h: h + 0 * jnp.float32(len(h)),
+    "counts of experts": lambda h: counted(h),
 }
 
 
@@ -56,6 +68,15 @@ def routed(h):
     slots = jax.nn.one_hot((jnp.cumsum(mask, 0) * mask).max(-1).astype(int) - 1, len(h), dtype=h.dtype)
     sent = jnp.einsum("te,tc,td->ecd", mask, slots, h)
     return jnp.einsum("te,tc,ecd->td", mask, slots, jnp.tanh(sent))
+
+
+def counted(h):
+    """Rows in the order of their experts, as dropless routers sort them: counts of rows are read for places alone."""
+    chosen = jnp.argmax(h[:, :3], -1)
+    ends = jnp.cumsum((chosen[:, None] == jnp.arange(3)).sum(0))
+    order = jnp.argsort(chosen)
+    expert = (jnp.arange(len(h))[:, None] >= ends).sum(-1)
+    return jnp.zeros_like(h).at[order].set(jnp.tanh(h[order] * (1.0 + expert)[:, None]))
 
 
 def normalized():
@@ -110,6 +131,12 @@ PLANS = {
 def test_rows_that_a_model_mixes_are_those_of_the_whole_batch(kind, plan, loss):
     degrees, settings = PLANS[plan]
     assert_equals_single_device(Net(MIXING[kind]), LOSSES[loss], BATCH, settings, mesh=mesh_of(degrees), steps=2)
+
+
+@pytest.mark.parametrize("kind", DECIDED)
+def test_what_all_rows_decide_together_is_decided_by_the_whole_batch(kind):
+    degrees, settings = PLANS["zero3"]
+    assert_equals_single_device(Net(DECIDED[kind]), mean, BATCH, settings, mesh=mesh_of(degrees), steps=2)
 
 
 @pytest.mark.parametrize("plan", PLANS)
