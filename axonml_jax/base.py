@@ -87,6 +87,24 @@ def _on_host(x: Any) -> Any:
         raise  # a sparse tensor, one of another device: what its own framework says
 
 
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of JAX random keys, which NumPy does not have."""
+    import jax
+
+    return isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def from_every_process(leaf: Any, sharding: Any) -> "jax.Array":
+    """A global array of a full one that every process has, random keys too: each moves the parts that its devices hold."""
+    import jax
+
+    if is_key(leaf):
+        data = from_every_process(jax.random.key_data(leaf), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
 def refuse_not_held(leaves: dict[str, Any], *, keys: bool = True) -> None:
     """Refuse leaves of a batch that JAX arrays cannot hold.
 

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from axonml_jax.base import named_leaves, refuse_not_held
+from axonml_jax.base import from_every_process, named_leaves, refuse_not_held
 from axonml_jax.collectives.primitives import (
     ReduceOp,
     check_op,
@@ -34,7 +34,6 @@ from axonml_jax.compat.order import manual_axes, mesh_around, no_mesh_around
 from axonml_jax.mesh.axes import as_axes
 from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.mesh.world import ProcessGroup
-from axonml_jax.sharding.layout import from_every_process
 
 # --------------------------------------------------------------------------------------------------
 # Over which ranks a collective runs, and in which context: traced inside `shard_map`, or eagerly per rank.

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from axonml_jax.base import is_key
 from axonml_jax.model.view import named_arrays
-from axonml_jax.sharding.layout import is_key
 
 # --------------------------------------------------------------------------------------------------
 # Arrays by name in `safetensors` files, the format in which weights are published, with names mapped on the way.

@@ -12,10 +12,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from axonml_jax.base import PyTree, named_leaves, path_name, refuse_not_held, some_of
+from axonml_jax.base import PyTree, from_every_process, is_key, named_leaves, path_name, refuse_not_held, some_of
 from axonml_jax.compat.order import is_traced_around
 from axonml_jax.mesh.axes import batch_axes
-from axonml_jax.sharding.layout import InRankOrder, Order, RankOrder, from_every_process, is_key, order_parts
+from axonml_jax.sharding.layout import InRankOrder, Order, RankOrder, order_parts
 
 # --------------------------------------------------------------------------------------------------
 # `BatchLayout`: how a global batch is split over a mesh; it checks batches, places them, and gives their specs.

@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from axonml_jax.base import PyTree
+from axonml_jax.base import PyTree, from_every_process
 from axonml_jax.mesh.axes import AxisNames, as_axes
 
 # --------------------------------------------------------------------------------------------------
@@ -215,20 +215,6 @@ def move(leaf: Any, sharding: NamedSharding) -> jax.Array:
     if jax.process_count() == 1:
         return jax.device_put(_on_host(leaf, sharding), sharding)
     return from_every_process(leaf, sharding)
-
-
-def from_every_process(leaf: Any, sharding: NamedSharding) -> jax.Array:
-    """A global array of a full one that every process has, random keys too: each moves the parts that its devices hold."""
-    if is_key(leaf):
-        data = from_every_process(jax.random.key_data(leaf), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-    host = np.asarray(leaf)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-
-
-def is_key(leaf: Any) -> bool:
-    """Whether a leaf is an array of JAX random keys, which NumPy does not have."""
-    return isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _on_host(leaf: Any, sharding: NamedSharding) -> Any:
