@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       The exit status: 0; 2 for anything wrong with the arguments or the configuration, with one message on stderr (see
       cli/flags.py); 130 after Ctrl-C; 143 after SIGTERM (a training run is saved after either); 141 when the reader of
-      its output is gone; else the command's own: 3 and 5 of `train`, 4 of `explain`, the failed worker's of `launch`.
+      its output is gone; else the command's own: 3 and 5 of `train`, 4 of `explain` and `plan`, the failed worker's of
+      `launch`.
 
     Raises:
       Exception: in a worker of Ray Train every error is raised, so that its text reaches the driver; elsewhere only bugs.

@@ -16,6 +16,7 @@ from axonml_jax.cli.run import lay_ground
 from axonml_jax.config.config import read_config
 from axonml_jax.config.sections import memory_size
 from axonml_jax.models.config import PRESETS, TransformerConfig, preset
+from axonml_jax.planner.hardware import HARDWARE
 from axonml_jax.planner.search import candidates, exactly
 
 PLANS = Path(__file__).resolve().parents[1] / "configs" / "plans"
@@ -162,6 +163,17 @@ def test_a_budget_fails_the_check_and_names_what_grew(tiny, tmp_path, capsys):
     assert main(["explain", str(tiny), "--write-baseline", str(baseline)]) == 0
     assert main(["explain", str(tiny), "--check", str(tmp_path / "none.json")]) == 2
     assert "--write-baseline" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flags", "allowed"), [(["--max-memory", "100KiB"], "102,400"), ([], "180,000")])
+def test_a_plan_as_written_that_does_not_fit_is_said_and_fails(flags, allowed, tiny, capsys, monkeypatch):
+    """Without a limit, a device's memory is it, but for the share that the search leaves free."""
+    monkeypatch.setitem(HARDWARE, "v5e", replace(HARDWARE["v5e"], memory=200_000))
+    asked = ["plan", str(tiny), "--as-written", "--devices", "8"]
+    assert main([*asked, "--hardware", "v5e", *flags]) == 4
+    assert re.search(rf"^over budget: memory .* at most {allowed} are allowed$", capsys.readouterr().out, re.MULTILINE)
+    assert main(asked) == 0
+    assert "over budget" not in capsys.readouterr().out
 
 
 def test_training_refuses_what_cannot_fit(tiny, capsys):

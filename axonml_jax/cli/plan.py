@@ -315,7 +315,7 @@ def drawn(found: Prediction, line: Timeline | None, path: Path, model: str, budg
 # --------------------------------------------------------------------------------------------------
 
 OVER_BUDGET = 4
-"""Exit status of `explain` when a step costs more memory or traffic than it may."""
+"""Exit status of `explain` and `plan --as-written` when a step costs more memory or traffic than it may."""
 
 
 def baseline(budget: Budget) -> dict[str, float]:
@@ -486,7 +486,11 @@ def plan(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
-    """Print what a configuration's own mesh and plan cost, and with `--verify` what the compiler says of them."""
+    """Print what a configuration's own mesh and plan cost, and with `--verify` what the compiler says of them.
+
+    Returns:
+      0, or `OVER_BUDGET` for a plan that fills more of a device than `--max-memory`, or than the search would fill.
+    """
     if base is None:
         raise ValueError("--as-written wants a configuration file, whose mesh and plan it takes")
     searched = {"axes": SEARCHED, "remat": ["none", "selective", "full"], "json": False, "offload": False}
@@ -501,10 +505,9 @@ def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
         raise ValueError(in_flags(str(error), "--devices {}")) from error
     own, batch, length = replace(base.build_plan(), mesh=shape), base.train.global_batch_size, base.data.length
     model: Any = base.transformer_for("plan --as-written")
-    kind = _hardware(chosen, model)
+    kind, packed = _hardware(chosen, model), base.data.documents
     base.require_whole("plan --as-written")
     sizes = {"global_batch": batch, "length": length, "moments": kept_values(base)}
-    packed = base.data.documents
     found = predict(own, model, shape.degrees, **sizes, platform=kind.platform, torus=kind.torus, documents=packed)
     given = Assumptions.on(kind, chosen.efficiency, overlap=chosen.overlap)
     cost = price(found, kind, given)
@@ -514,7 +517,12 @@ def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
     if chosen.picture is not None:
         print("", drawn(found, line, chosen.picture, base.name, chosen.max_memory or kind.memory), sep="\n")
     compiling = lambda: verify_plan(own, model, found, chosen.verify, batch, length, packed, chosen.slices)
-    return _verified(chosen.verify, compiling) if chosen.verify else 0
+    if chosen.verify:
+        _verified(chosen.verify, compiling)
+    wrong = over_budget(found, Budget(max_memory=chosen.max_memory or kind.memory * given.memory_margin))
+    if wrong:
+        print("", *(f"over budget: {line}" for line in wrong), sep="\n")
+    return OVER_BUDGET if wrong else 0
 
 
 def _saves(chosen: argparse.Namespace) -> SaveAssumptions:
