@@ -50,7 +50,7 @@ def test_a_plan_is_written_as_a_configuration_that_trains_it(axes, tiny, tmp_pat
         main(["plan", str(tiny), "--devices", devices, *flags, *["--picture", str(picture)][: 2 * (devices == "2")]])
         == 0
     )
-    best = json.loads(capsys.readouterr().out.split("\n\npicture")[0].split("\n\nwritten")[0])["best"]
+    best = json.loads(capsys.readouterr().out)["best"]
     config = read_config("train", [str(written)])
     assert {axis: ranks for axis, ranks in config.mesh.degrees.items() if ranks > 1} == {
         axis: ranks for axis, ranks in best["mesh"].items() if ranks > 1
@@ -80,12 +80,24 @@ def test_a_plan_that_splits_sequences_is_written_with_its_method(tmp_path, capsy
     subject.write_text(TINY.replace(": 32}", ": 8192}").replace("max_length: 32", "max_length: 8192"), "utf-8")
     flags = ["--axes", "fsdp", "context", "--batch", "1", "--write", str(written), "--json"]
     assert main(["plan", str(subject), "--devices", "4", *flags]) == 0
-    best = json.loads(capsys.readouterr().out.split("\n\nwritten")[0])["best"]
+    best = json.loads(capsys.readouterr().out)["best"]
     config = read_config("train", [str(written)])
     assert (
         config.mesh.context == best["mesh"]["context"] == 4 and f"attention by {config.context.method}" in best["plan"]
     )
     assert config.context.shard == ("fsdp*context" in best["plan"])
+
+
+def test_json_stands_alone_on_standard_output(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("axonml_jax.planner.verify.measure", lambda devices, model: HARDWARE["h100"])
+    monkeypatch.setattr("axonml_jax.cli.plan.verify", lambda answer, topology, slices: f"compiled for {topology}")
+    outputs = {"--write": tmp_path / "planned.yaml", "--picture": tmp_path / "planned.svg"}
+    flags = [*(word for flag, path in outputs.items() for word in (flag, str(path))), "--ledger", "--verify", "cpu"]
+    assert main(["plan", str(tiny), "--devices", "8", "--hardware", "measure", "--json", *flags]) == 0
+    out, said = capsys.readouterr()
+    assert json.loads(out)["best"]["mesh"]
+    for words in ("measured  ", "bytes/rank", "picture   ", "written   ", "compiled for cpu"):
+        assert words in said, words
 
 
 def test_published_models_are_planned_for_longer_sequences(capsys):

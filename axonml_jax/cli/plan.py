@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 import shlex
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from pathlib import Path
@@ -441,6 +442,8 @@ _STAGES = {0: None, 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
 def plan(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Plan from the command line. Starts no devices, but for `--hardware measure`.
 
+    With `--json` standard output has the answer alone, and all other words go to standard error.
+
     Args:
       chosen: the flags' values.
       arguments: of the command line, after `plan`.
@@ -471,18 +474,22 @@ def plan(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     )
     print(answer.to_json() if chosen.json else folded(str(answer)))
     if chosen.ledger:
-        print("", answer.prediction, "", answer.timeline, sep="\n")
+        _say(chosen, "", answer.prediction, "", answer.timeline)
     if chosen.picture is not None:
-        print(
-            "",
-            drawn(answer.prediction, answer.timeline, chosen.picture, _name(chosen, base), answer.asked.memory),
-            sep="\n",
-        )
+        most, name = answer.asked.memory, _name(chosen, base)
+        _say(chosen, "", drawn(answer.prediction, answer.timeline, chosen.picture, name, most))
     if chosen.write is not None:
         chosen.write.write_text(config_text(answer, base, arguments), encoding="utf-8")
         first = ", once data.path and data.tokenizer are set" if base is None else ""
-        print(f"\nwritten   {chosen.write}: axonml-jax train {chosen.write}{first}")
-    return _verified(chosen.verify, lambda: verify(answer, chosen.verify, chosen.slices)) if chosen.verify else 0
+        _say(chosen, f"\nwritten   {chosen.write}: axonml-jax train {chosen.write}{first}")
+    if chosen.verify:
+        _verified(chosen, lambda: verify(answer, chosen.verify, chosen.slices))
+    return 0
+
+
+def _say(chosen: argparse.Namespace, *lines: object) -> None:
+    """Print lines beside the answer: on standard error with `--json`, so that standard output can be read as JSON."""
+    print(*lines, sep="\n", file=sys.stderr if chosen.json else sys.stdout)
 
 
 def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
@@ -518,7 +525,7 @@ def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
         print("", drawn(found, line, chosen.picture, base.name, chosen.max_memory or kind.memory), sep="\n")
     compiling = lambda: verify_plan(own, model, found, chosen.verify, batch, length, packed, chosen.slices)
     if chosen.verify:
-        _verified(chosen.verify, compiling)
+        _verified(chosen, compiling)
     wrong = over_budget(found, Budget(max_memory=chosen.max_memory or kind.memory * given.memory_margin))
     if wrong:
         print("", *(f"over budget: {line}" for line in wrong), sep="\n")
@@ -593,16 +600,15 @@ def _hardware(chosen: argparse.Namespace, model: TransformerConfig) -> Hardware:
     from axonml_jax.planner.verify import measure
 
     found = measure(chosen.devices, model=model)
-    print(f"measured  {found}\n")
+    _say(chosen, f"measured  {found}\n")
     return found
 
 
-def _verified(topology: str, compiling: Callable[[], Any]) -> int:
+def _verified(chosen: argparse.Namespace, compiling: Callable[[], Any]) -> None:
     try:
-        print("", compiling(), sep="\n")
+        _say(chosen, "", compiling())
     except (RuntimeError, ValueError, ModuleNotFoundError) as error:
-        raise ConfigError(f"--verify {topology}: {error}") from error
-    return 0
+        raise ConfigError(f"--verify {chosen.verify}: {error}") from error
 
 
 def config_text(answer: Answer, base: RunConfig | None = None, arguments: Sequence[str] = ()) -> str:
