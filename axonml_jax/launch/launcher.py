@@ -168,6 +168,8 @@ class _Job:
         options, sizes, place = self._options, start.sizes, start.nodes.index(self._options.node_rank)
         if options.elastic:
             self._tell_of_machines(start)
+        if self._spares is not None:
+            self._spares.hold()  # its thread reads the files that are arranged anew
         if self._memory is not None and self._memory.arrange(sizes, place, keep=self._belongs(start)) and self._spares:
             self._spares.dismiss()  # they do not have the new files
         self._start = start
@@ -188,8 +190,6 @@ class _Job:
         workers: list[Worker] = []
         again = options.elastic or failures < options.max_restarts
         supervisor = Supervisor(workers, self._interrupts, self._run_id, options.shutdown_timeout, others, again)
-        if self._spares is not None:
-            self._spares.hold()
         with Guard(self._run_id) as guard, supervisor:
             for local_rank in range(sizes[place]):
                 workers.append(self._worker(attempt, local_rank))
