@@ -1,6 +1,8 @@
 """`eval`, `generate` and `runs`: they say of a run what its training said, under other plans too, and change nothing."""
 
+import argparse
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import ClassVar
@@ -10,7 +12,7 @@ import pytest
 import yaml
 
 from axonml_jax.__main__ import main
-from axonml_jax.cli.saved import Shown, differences
+from axonml_jax.cli.saved import Shown, _print, differences
 from axonml_jax.config.config import ConfigError
 from axonml_jax.data.documents import load_tokenizer
 
@@ -98,6 +100,13 @@ def test_eval_takes_other_text_and_parts(said):
     assert "runs/quick, step 3" in text and "train        2 batches, 128 tokens" in text and "nats per token" in text
     with_best = json.loads(said("eval", "runs/quick", "--step", "best", "--json"))
     assert with_best["step"] in (3, 6)
+
+
+def test_eval_writes_a_loss_that_is_not_finite_as_json_does(capsys):
+    more = {"step": 3, "batches": 1, "tokens": 8, "tokens_per_second": 1.0, "perplexity": math.nan}
+    _print(argparse.Namespace(json=True, split="valid"), {"loss": math.nan}, more, "", "tokens")
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found == more | {"loss": None, "perplexity": None}
 
 
 @pytest.mark.slow
@@ -265,7 +274,7 @@ def test_the_checkpoints_of_a_run_at_a_url_are_said_to_be_there(tmp_path, capsys
 
 
 def test_runs_that_diverged_come_last_and_names_that_are_alike_are_paths(tmp_path, capsys):
-    losses = {"a/run": ["NaN", "2.0"], "b/run": ["3.0", "1.0"], "b/lost": ["NaN"], "b/one": ["5.0"]}
+    losses = {"a/run": ["NaN", "2.0"], "b/run": ["3.0", "1.0"], "b/lost": ["null"], "b/one": ["5.0"]}
     for name, values in losses.items():
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.yaml").write_text(f"train: {{steps: {len(name)}{len(values)}}}")

@@ -3,6 +3,7 @@
 import csv
 import importlib
 import json
+import math
 import os
 import re
 import time
@@ -507,7 +508,9 @@ def cells(record: Record) -> list[str]:
 
 
 class JsonLines:
-    """Writes JSON lines: `{"step": 10, "loss": 2.5, ...}`. A line has left this process when `write` returns.
+    """Writes JSON lines: `{"step": 10, "loss": 2.5, ...}`; a number that is not finite is null.
+
+    A line has left this process when `write` returns.
 
     Args:
       path: the file.
@@ -694,7 +697,7 @@ def services(
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read the records that `JsonLines` wrote; a truncated last line is left out.
+    """Read the records that `JsonLines` wrote; a truncated last line is left out, and null is nan.
 
     Raises:
       ValueError: for a line that is no record, with its number, or for a path that is no file.
@@ -705,6 +708,7 @@ def read_records(path: Path) -> list[Record]:
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             row = json.loads(line)
+            row |= {name: math.nan for name, value in row.items() if value is None and name != "step"}
             if not all(isinstance(value, int | float) for value in (row["step"], *row.values())):
                 raise TypeError("a value is no number")
             found.append(Record(row.pop("step"), row))
@@ -727,7 +731,18 @@ def wandb_module() -> Any:
 
 
 def _line(record: Record) -> str:
-    return json.dumps({"step": record.step, **record.metrics}) + "\n"
+    return json.dumps(json_values({"step": record.step, **record.metrics})) + "\n"
+
+
+def json_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values for JSON, which cannot hold nan and inf: they become None.
+
+    >>> json_values({"step": 3, "loss": float("nan")})
+    {'step': 3, 'loss': None}
+    """
+    return {
+        name: None if isinstance(each, float) and not math.isfinite(each) else each for name, each in values.items()
+    }
 
 
 def tensorboard_writer() -> Any:

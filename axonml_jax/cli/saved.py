@@ -22,7 +22,7 @@ from axonml_jax.base import aligned, print0
 from axonml_jax.checkpoint.format import AVERAGE, Manifest, Team, checkpoints_in
 from axonml_jax.checkpoint.manager import restore
 from axonml_jax.cli.flags import require_writable
-from axonml_jax.cli.records import plot_runs, read_records
+from axonml_jax.cli.records import json_values, plot_runs, read_records
 from axonml_jax.cli.run import (
     CHECKPOINT_FOLDER,
     Record,
@@ -327,19 +327,16 @@ def _number(value: float | None) -> str:
 
 
 def _plain(run: Found, given: argparse.Namespace) -> dict[str, Any]:
-    """Returns the run's values for JSON, which cannot hold nan and inf: they become None."""
+    """Returns the run's values for JSON."""
     metric = given.metric
-    values = {
+    return json_values({
         "run": run.folder.as_posix(),
         "step": run.records[-1].step if run.records else 0,
         "loss": run.last("loss"),
         metric: run.last(metric),
         f"best_{metric}": run.best(metric, highest=given.highest),
         "checkpoints": list(run.checkpoints),
-    }
-    return {
-        name: None if isinstance(each, float) and not math.isfinite(each) else each for name, each in values.items()
-    }
+    })  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------
@@ -426,7 +423,7 @@ def _print(
     given: argparse.Namespace, metrics: dict[str, float], more: dict, where: str, units: str, of: str = ""
 ) -> None:
     if given.json:
-        print0(json.dumps(more | metrics))
+        print0(json.dumps(json_values(more | metrics)))
         return
     print0(where)
     print0(f"{given.split:<12} {more['batches']:,} batches, {more[units]:,}{of} {units}")
