@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 from axonml_jax.__main__ import main
+from axonml_jax.cli import saved
+from axonml_jax.cli.run import checkpoints_of
 from axonml_jax.cli.saved import Shown, _print, differences
 from axonml_jax.config.config import ConfigError
 from axonml_jax.data.documents import load_tokenizer
@@ -217,6 +219,12 @@ REFUSED = {
         "--model.num_layers",
         "3",
     ),
+    "--step 3: runs/quick/checkpoints/step_00000006 is the checkpoint of step 6: leave --step out": (
+        "eval",
+        "runs/quick/checkpoints/step_00000006",
+        "--step",
+        "3",
+    ),
     "length=0 is below 1": ("generate", "runs/quick", "--prompt", "a", "--length", "0"),
     "--prompt and --prompt-file both say": ("generate", "runs/quick", "--prompt", "a", "--prompt-file", "b"),
     "the prompt is empty": ("generate", "runs/quick", "--prompt", ""),
@@ -239,6 +247,16 @@ def test_what_cannot_be_done_is_refused_by_name(place, message, capsys, monkeypa
     monkeypatch.chdir(place)
     assert main(list(REFUSED[message])) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_found_in_one_look_at_its_folder(place, monkeypatch):
+    looks = []
+    monkeypatch.setattr(saved, "checkpoints_of", lambda folder: looks.append(folder) or checkpoints_of(folder))
+    folder = place / "runs" / "quick"
+    for run, step in ((folder, "3"), (folder / "checkpoints" / "step_00000003", None)):
+        given = argparse.Namespace(run=run, step=step, ema=False, allow_imports=[])
+        assert saved.saved_run("eval", given, []).step == 3
+    assert looks == [folder, folder]
 
 
 @pytest.mark.usefixtures("both")

@@ -113,12 +113,13 @@ def saved_run(command: str, given: argparse.Namespace, flags: Sequence[str]) -> 
       flags: keys that replace those of the run's configuration, such as `--mesh.fsdp 4`.
 
     Raises:
-      ConfigError: for a folder that is no run's, a step that has no checkpoint, or keys that only a training reads.
+      ConfigError: for a folder that is no run's, a step that has no checkpoint or is not that of the checkpoint that is given,
+        or keys that only a training reads.
     """
-    folder, step = Path(given.run), given.step
+    folder, step, named = Path(given.run), given.step, None
     if folder.parent.name == CHECKPOINT_FOLDER:  # a checkpoint in its run
         there = {path.name: number for number, path in checkpoints_in(folder.parent).items()}
-        step = step or str(there.get(folder.name, folder.name))
+        named = str(there.get(folder.name, folder.name))
         folder = folder.parent.parent
     if not (folder / NEWEST).is_file():
         near = None if folder.is_dir() else nearest_file(folder)
@@ -130,8 +131,14 @@ def saved_run(command: str, given: argparse.Namespace, flags: Sequence[str]) -> 
         raise ConfigError(
             f"--{', --'.join(idle)}: {command} trains nothing, so this would change nothing: leave it out"
         )
-    number = _chosen(folder, step)
-    checkpoint = _checkpoints(folder)[number]
+    checkpoints = _checkpoints(folder)
+    number = _chosen(folder, list(checkpoints), named if step is None else step)
+    if named is not None and named != str(number):
+        raise ConfigError(
+            f"--step {step}: {given.run} is the checkpoint of step {named}: leave --step out, or give the run's folder "
+            f"{folder}"
+        )
+    checkpoint = checkpoints[number]
     if given.ema and isinstance(checkpoint, Path):  # of one at a URL it is seen when it is restored
         require_average(checkpoint)
     return SavedRun(
@@ -151,9 +158,8 @@ def require_average(checkpoint: Path) -> None:
         )
 
 
-def _chosen(folder: Path, step: str | None) -> int:
-    """The step of the chosen checkpoint; reads only files or a store, because devices may not be started yet."""
-    steps = list(_checkpoints(folder))
+def _chosen(folder: Path, steps: Sequence[int], step: str | None) -> int:
+    """The chosen one of a run's steps; reads only files or a store, because devices may not be started yet."""
     listed = ", ".join(map(str, steps[-8:])) or "none"
     if not steps:
         raise ConfigError(f"{place_said(folder) or folder / CHECKPOINT_FOLDER} has no checkpoints")
