@@ -38,6 +38,11 @@ GIVEN = {
         dict(nnodes=6, min_nodes=2, node_unit=2, last_call=30.0, elastic=True, max_restarts=0),
     ),
     "an endpoint": (["--rdzv_endpoint", "node0:1234"], dict(master_addr="node0", master_port=1234)),
+    "any free port": (["--master-port", "0"], dict(master_port=None)),
+    "any free port of an endpoint": (
+        ["--rdzv-endpoint", "localhost:0"],
+        dict(master_addr="localhost", master_port=None),
+    ),
     "an endpoint without port": (
         ["--nnodes=2", "--node-rank=0", "--rdzv-endpoint=node0"],
         dict(master_addr="node0", master_port=29500),
@@ -141,6 +146,15 @@ REFUSED = {
         ["--rdzv-endpoint=a:1", "--master-addr=b", "train.py"],
         "--rdzv-endpoint says what --master-addr",
     ),
+    "any port of several machines": (
+        ["--nnodes=2", "--node-rank=0", "--master-addr=a", "--master-port=0", "train.py"],
+        "port 0 with --nnodes 2: 0 means any free one, and the machines must know it before: leave it out for 29500",
+    ),
+    "any port of an endpoint of several machines": (
+        ["--nnodes=2", "--node-rank=0", "--rdzv-endpoint=a:0", "train.py"],
+        "port 0 with --nnodes 2",
+    ),
+    "a port below the range": (["--master-port", "-1", "train.py"], "port -1"),
     "a port out of range": (["--master-port", "70000", "train.py"], "port 70000"),
     "a port with too few after it": (
         ["--nnodes=2", "--node-rank=0", "--master-addr=a", "--master-port=65520", "train.py"],
