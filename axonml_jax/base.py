@@ -279,6 +279,11 @@ def print0(*args: Any, **kwargs: Any) -> None:
         print(*args, **kwargs)
 
 
+def cores() -> int:
+    """Returns the number of cores that this process may run on, as XLA counts them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Lossy(io.FileIO):
     """An output stream that may fail: what a full or failing disk does not take is lost, with one message and no error.
 

@@ -1,5 +1,6 @@
 """The launcher before it starts anything: flags, variables, devices, addresses, and which failure explains the others."""
 
+import os
 import re
 import socket
 import sys
@@ -254,6 +255,17 @@ def test_several_workers_get_a_gpu_each_and_a_single_one_gets_all(four_gpus, wan
 def test_devices_that_are_not_there_are_refused(four_gpus, wanted, environ, words):
     with pytest.raises(ConfigError, match=words):
         environment.count_workers(wanted, four_gpus | environ)
+
+
+def test_cpu_means_the_cores_that_this_process_may_run_on_if_so_many_files_may_be_open(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert (
+        environment.count_workers("cpu", {}) == environment.count_workers("auto", {"JAX_PLATFORMS": "cpu"}) == (3, ())
+    )
+    monkeypatch.setattr(environment.resource, "getrlimit", lambda which: (4, 4))
+    with pytest.raises(ConfigError, match=r"--nproc-per-node cpu means 3: .* may open 4 files .* start 2 or fewer"):
+        environment.count_workers("cpu", {})
 
 
 ADDRESSES = {

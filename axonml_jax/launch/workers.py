@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
-from axonml_jax.base import Lossy
+from axonml_jax.base import Lossy, cores
 from axonml_jax.config.config import MACHINES, ConfigError, Machines
 from axonml_jax.launch.leftovers import MARK, members, signal_all
 from axonml_jax.launch.standby import go
@@ -253,7 +253,8 @@ def count_workers(wanted: str, environ: Mapping[str, str]) -> tuple[int, tuple[s
     """The number of workers that `--nproc-per-node` means here, and the GPUs that they share.
 
     Args:
-      wanted: a number, `cpu` (as many as cores), `gpu` (as many as GPUs) or `auto` (GPUs where there are any, else cores).
+      wanted: a number, `cpu` (as many as cores that this process may run on), `gpu` (as many as GPUs) or `auto` (GPUs where
+        there are any, else cores).
       environ: the launcher's variables; JAX_PLATFORMS=cpu leaves GPUs alone.
 
     Raises:
@@ -277,22 +278,22 @@ def count_workers(wanted: str, environ: Mapping[str, str]) -> tuple[int, tuple[s
                 "device, and JAX_PLATFORMS unset or cuda); use cpu, or a number"
             )
         return len(gpus), gpus
-    if wanted == "cpu":
-        return os.cpu_count() or 1, ()
-    if not wanted.isdecimal() or int(wanted) < 1:
+    count = str(cores()) if wanted == "cpu" else wanted
+    if not count.isdecimal() or int(count) < 1:
         raise ConfigError(f"launch: --nproc-per-node {wanted}: must be a positive number, auto, cpu or gpu")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files != resource.RLIM_INFINITY and int(wanted) > files // 2:
+    if files != resource.RLIM_INFINITY and int(count) > files // 2:
+        many = f" means {count}" * (count != wanted)
         raise ConfigError(
-            f"launch: --nproc-per-node {wanted}: the launcher reads two pipes of every process and may open {files} files "
-            f"(ulimit -n): start {files // 2} or fewer"
+            f"launch: --nproc-per-node {wanted}{many}: the launcher reads two pipes of every process and may open "
+            f"{files} files (ulimit -n): start {files // 2} or fewer"
         )
-    if gpus and int(wanted) > len(gpus):
+    if gpus and int(count) > len(gpus):
         raise ConfigError(
             f"launch: --nproc-per-node {wanted}: a process needs a GPU of its own, and {len(gpus)} are visible "
             f"({', '.join(gpus)}); start {len(gpus)} or fewer, or set JAX_PLATFORMS=cpu to compute on the CPU"
         )
-    return int(wanted), gpus
+    return int(count), gpus
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
