@@ -268,6 +268,19 @@ def test_cpu_means_the_cores_that_this_process_may_run_on_if_so_many_files_may_b
         environment.count_workers("cpu", {})
 
 
+@pytest.mark.parametrize("device", ["accel0", "vfio/0", "kfd", "vfio/vfio"])
+def test_workers_that_leave_an_accelerator_idle_are_said_to(device, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(environment, "_DEVICES", tmp_path, raising=False)
+    (tmp_path / device).parent.mkdir(exist_ok=True)
+    (tmp_path / device).touch()
+    assert environment.count_workers("2", {}) == (2, ())
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == (device != "vfio/vfio") and all(f"there is {tmp_path / device}: " in line for line in said)
+    for wanted, environ in (("2", {"JAX_PLATFORMS": "cpu"}), ("cpu", {})):  # the CPU is meant
+        environment.count_workers(wanted, environ)
+    assert capsys.readouterr().err == ""
+
+
 ADDRESSES = {
     "loopback": ("127.0.0.1:80", True, "127.0.0.1"),
     "an address": ("10.1.2.3:80", False, "10.1.2.3"),

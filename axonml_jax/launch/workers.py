@@ -165,6 +165,7 @@ RESTART_COUNT = "AXONML_JAX_RESTART_COUNT"
 """How often all workers have been restarted; torchrun's name is set too."""
 
 _FORCED = "xla_force_host_platform_device_count"
+_DEVICES = Path("/dev")
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # PyTorch's torchrun leaves these where a launch runs inside of one of its workers.
 # This launcher's own variables are foreign too: they name files that another launch has open, and its machines.
@@ -269,6 +270,8 @@ def count_workers(wanted: str, environ: Mapping[str, str]) -> tuple[int, tuple[s
             "or on the CPU; set JAX_PLATFORMS=cpu for that. On TPUs start one process per machine without axonml-jax launch, "
             "and ax.init() finds the others"
         )
+    if not platforms and not gpus and wanted not in ("cpu", "gpu"):
+        _tell_of_idle()
     if wanted == "auto":
         wanted = "gpu" if gpus else "cpu"
     if wanted == "gpu":
@@ -308,8 +311,20 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
         names = [name.strip() for name in chosen.split(",")]
         # CUDA ignores everything after the first invalid entry; -1 and the empty string hide all.
         return tuple(names[: next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))])
-    found = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
+    found = [path for path in _DEVICES.glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
     return tuple(str(number) for number in range(len(found)))
+
+
+def _tell_of_idle() -> None:
+    """Print a note if this machine has TPUs or AMD GPUs, which launched processes leave idle."""
+    # /dev/vfio/vfio is there without devices too.
+    found = sorted(path for pattern in ("accel*", "vfio/[0-9]*", "kfd") for path in _DEVICES.glob(pattern))
+    if found:
+        print_note(
+            f"the workers compute on the CPU, though there is {found[0]}: launched processes take NVIDIA GPUs alone. On TPUs "
+            "and AMD GPUs start one process per machine without axonml-jax launch, and ax.init() finds the others; set "
+            "JAX_PLATFORMS=cpu if the CPU is meant"
+        )
 
 
 def _refuse_simulated(environ: Mapping[str, str]) -> None:
