@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shlex
 from dataclasses import replace
@@ -255,6 +256,21 @@ def test_what_is_missing_is_said_before_anything_is_printed(case, tiny, tmp_path
     out, error = capsys.readouterr()
     assert out == "" and message in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.yaml"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_file_that_may_not_be_written_is_refused_before_a_plan_is_searched(
+    there, tiny, tmp_path, capsys, monkeypatch
+):
+    written = tmp_path / "planned.yaml"
+    closed = written if there else tmp_path
+    if there:
+        written.touch()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, *mode: Path(path) != closed and access(path, *mode))
+    monkeypatch.setattr("axonml_jax.cli.plan.find_plan", lambda *_, **__: pytest.fail("a plan was searched"))
+    assert main(["plan", str(tiny), "--devices", "8", "--write", str(written)]) == 2
+    assert f"--write {written}: may not be written; give another place" in capsys.readouterr().err
 
 
 KINDS = {
