@@ -206,14 +206,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-workers", type=int, required=True, metavar="N", help="processes, one a machine")
     parser.add_argument("--gpus-per-worker", type=float, default=0, metavar="N", help="GPUs of each")
     parser.add_argument("--storage", required=True, metavar="DIR", help="a folder that all machines share")
-    parser.add_argument("--name", metavar="NAME", help="of the run there; the same name goes on with it")
+    named = "of the run there and in its configuration; the same name goes on with it"
+    parser.add_argument("--name", metavar="NAME", help=named)
     parser.add_argument("--max-failures", type=int, default=3, metavar="N", help="how often all workers start again")
     add_imports(parser)
     given, overrides = parser.parse_known_args(argv)
     result = train(
         given.config,
         given.num_workers,
-        overrides,
+        overrides if given.name is None else [*overrides, "--name", given.name],
         allow_imports=given.allow_imports,
         use_gpu=given.gpus_per_worker > 0,
         resources_per_worker={"GPU": given.gpus_per_worker} if given.gpus_per_worker else None,

@@ -157,8 +157,7 @@ image must hold the configuration. The runtime says how often a job starts again
 def _rayjob(job: Job) -> tuple[str, dict[str, Any]]:
     command = [
         *("python", "-m", "axonml_jax.ray", *job.arguments, "--num-workers", str(job.nnodes)),
-        *("--gpus-per-worker", str(job.gpus), "--storage", job.folder, "--name", job.name),
-        *("--max-failures", str(RESTARTS)),
+        *("--gpus-per-worker", str(job.gpus), "--storage", job.folder, "--max-failures", str(RESTARTS)),
     ]
 
     def pod(name: str, **more: Any) -> dict[str, Any]:
@@ -332,7 +331,9 @@ def _arguments(kind: str, given: Sequence[str], folder: str) -> tuple[list[str],
     added = ["--devices.simulated", "null"] * (config.devices.simulated is not None)
     own = {word.partition("=")[0] for word in given if word.startswith("--")}
     wanted = {"--output.compiled": f"{folder}/compiled"}
-    if kind != "rayjob":  # there Ray's own folder and restarts
+    if kind == "rayjob":  # Ray's own folder and restarts; its driver gives Ray's run this name too
+        wanted |= {"--name": config.name}
+    else:
         wanted = {"--output.dir": folder} | wanted | ({"--resume": "auto"} if config.resume is None else {})
     added += [word for flag, value in wanted.items() if flag not in own for word in (flag, value)]
     return [*given, *added], read_config("train", [*rest, *added], imports=imports), Budget(**budget)
