@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from axonml_jax.base import Lossy
+from axonml_jax.base import CLOSED_PIPE, INTERRUPTED, TERMINATED, USAGE_ERROR, Lossy
 from axonml_jax.cli.flags import TRACEBACK, importable, in_flags, refusal, traceback_wanted
 from axonml_jax.mesh.join import in_a_job, leave_now
 from axonml_jax.mesh.launchers import ray_context
@@ -31,10 +31,6 @@ OTHERS = {
     "list": "runs",
     "ledger": "explain",
 }
-USAGE_ERROR = 2
-INTERRUPTED = 130
-TERMINATED = 143
-CLOSED_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -255,6 +255,22 @@ def _is_finite(value: numbers.Real) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
+# Exit statuses of commands: those of signals are 128 plus the signal's number, as shells have it.
+# --------------------------------------------------------------------------------------------------
+
+USAGE_ERROR = 2
+"""Exit status for anything wrong with the arguments or the configuration."""
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
+
+CLOSED_PIPE = 141
+"""Exit status when the reader of the output is gone."""
+
+TERMINATED = 143
+"""Exit status after SIGTERM; a training run is saved and not at its end."""
+
+# --------------------------------------------------------------------------------------------------
 # Messages that know their rank or the user's line: a logger, warnings, printing once, and one seed for everything.
 # --------------------------------------------------------------------------------------------------
 

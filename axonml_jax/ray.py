@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from axonml_jax.base import TERMINATED
 from axonml_jax.config.config import ConfigError, RunConfig, add_imports, as_dict, read_config
 from axonml_jax.training.callbacks import Callback, TrainingEvent, as_floats
 
@@ -241,7 +242,7 @@ def _run(sent: Mapping[str, Any]) -> None:
 
 
 _STATUS = {
-    143: "stopped by SIGTERM and saved; started again, it goes on from there",
+    TERMINATED: "stopped by SIGTERM and saved; started again, it goes on from there",
     3: "too many updates in a row were not finite, or the loss spiked too often (spikes.limit)",
     5: "a first batch differs from one device's (train.check)",
 }

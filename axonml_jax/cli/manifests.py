@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml
 
-from axonml_jax.base import size_in_words
+from axonml_jax.base import TERMINATED, USAGE_ERROR, size_in_words
 from axonml_jax.cli.flags import importable, in_flags
 from axonml_jax.cli.plan import predicted_on
 from axonml_jax.cli.run import batch_of_tokens
-from axonml_jax.cli.train import DIFFERS, DIVERGED, TERMINATED
+from axonml_jax.cli.train import DIFFERS, DIVERGED
 from axonml_jax.config.config import (
     Budget,
     ConfigError,
@@ -39,8 +39,7 @@ GRACE = 120
 RESTARTS = 3
 """How often an engine starts all processes again after a failure."""
 
-_REFUSED = 2
-_HOPELESS = (_REFUSED, DIVERGED, DIFFERS)
+_HOPELESS = (USAGE_ERROR, DIVERGED, DIFFERS)
 _GPU = "nvidia.com/gpu"
 _OF_SKY = {"a100": "A100-80GB", "h100": "H100", "h200": "H200"}
 _GPUS = {name: kind for name, kind in HARDWARE.items() if kind.platform == "cuda"}

@@ -136,7 +136,12 @@ def begin_mlflow(experiment: str, folder: Path, settings: Mapping[str, Any]) -> 
         number = client.create_experiment(experiment) if found is None else found.experiment_id
         made = client.create_run(number, run_name=folder.name).info.run_id
         (folder / _ID).write_text(made, encoding="utf-8")
-        _log(client, made, "params", [mlflow.entities.Param(*pair) for pair in _flat(settings)])
+        _log(
+            client,
+            made,
+            "params",
+            [mlflow.entities.Param(_name(key), str(value)[:LONGEST]) for key, value in flat(settings)],
+        )
     except mlflow.MlflowException as error:
         raise _refused(experiment, folder, error) from error
 
@@ -192,17 +197,17 @@ def _log(client: Any, run: str, kind: str, values: list[Any]) -> None:
         client.log_batch(run, **{kind: values[start : start + AT_ONCE[kind]]})
 
 
-def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Yield dotted keys with their values in words.
+def flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys with their values; an empty section is a value.
 
-    >>> list(_flat({"train": {"steps": 3, "seed": None}, "name": "a"}))
-    [('train.steps', '3'), ('train.seed', 'None'), ('name', 'a')]
+    >>> list(flat({"train": {"steps": 3, "seed": None}, "name": "a", "loss": {}}))
+    [('train.steps', 3), ('train.seed', None), ('name', 'a'), ('loss', {})]
     """
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{before}{key}.")
+            yield from flat(value, f"{before}{key}.")
         else:
-            yield _name(f"{before}{key}"), str(value)[:LONGEST]
+            yield f"{before}{key}", value
 
 
 def _name(name: str) -> str:

@@ -22,7 +22,7 @@ from axonml_jax.base import aligned, print0
 from axonml_jax.checkpoint.format import AVERAGE, Manifest, Team, checkpoints_in
 from axonml_jax.checkpoint.manager import restore
 from axonml_jax.cli.flags import require_writable
-from axonml_jax.cli.records import json_values, plot_runs, read_records
+from axonml_jax.cli.records import flat, json_values, plot_runs, read_records
 from axonml_jax.cli.run import (
     CHECKPOINT_FOLDER,
     Record,
@@ -279,16 +279,8 @@ def _read(folder: Path) -> Found:
         records = read_records(folder / RECORDS) if (folder / RECORDS).is_file() else []
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: cannot be read ({' '.join(str(error).split())})") from error
-    settings = dict(_flat(content)) if isinstance(content, Mapping) else {}
+    settings = {key: value for key, value in flat(content) if value != {}} if isinstance(content, Mapping) else {}
     return Found(folder, settings, records, list(checkpoints_in(folder / CHECKPOINT_FOLDER)))
-
-
-def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in content.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _names(found: Sequence[Found]) -> list[str]:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from axonml_jax.base import CLOSED_PIPE
 from axonml_jax.config.config import ConfigError, Machines
 from axonml_jax.launch.leftovers import MARK, Guard
 from axonml_jax.launch.machines import Nodes, Over, Start, Stopped, changes
@@ -31,7 +31,6 @@ from axonml_jax.launch.workers import (
 )
 
 _SHOWN = 8
-_PIPE_CLOSED = 128 + signal.SIGPIPE
 
 # What a process prints that has waited in vain for another, as one that had ended well.
 _WAITING = re.compile(
@@ -70,7 +69,7 @@ def launch(argv: Sequence[str]) -> int:
             return 128 + interrupts.received[0]
         except BrokenPipeError:  # the reader of our output has gone, as after `| head`; the workers are stopped already
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return _PIPE_CLOSED
+            return CLOSED_PIPE
 
 
 class _Job:
