@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from axonml_jax.base import Lossy
+from axonml_jax.base import CLOSED_PIPE, INTERRUPTED, TERMINATED, USAGE_ERROR, Lossy
 from axonml_jax.cli.flags import TRACEBACK, importable, in_flags, refusal, traceback_wanted
 from axonml_jax.mesh.join import in_a_job, leave_now
 from axonml_jax.mesh.launchers import ray_context
@@ -31,10 +31,6 @@ OTHERS = {
     "list": "runs",
     "ledger": "explain",
 }
-USAGE_ERROR = 2
-INTERRUPTED = 130
-TERMINATED = 143
-CLOSED_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       The exit status: 0; 2 for anything wrong with the arguments or the configuration, with one message on stderr (see
       cli/flags.py); 130 after Ctrl-C; 143 after SIGTERM (a training run is saved after either); 141 when the reader of
-      its output is gone; else the command's own: 3 and 5 of `train`, 4 of `explain`, the failed worker's of `launch`.
+      its output is gone; else the command's own: 3 and 5 of `train`, 4 of `explain` and `plan`, the failed worker's of
+      `launch`.
 
     Raises:
       Exception: in a worker of Ray Train every error is raised, so that its text reaches the driver; elsewhere only bugs.

@@ -273,6 +273,22 @@ def _is_finite(value: numbers.Real) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
+# Exit statuses of commands: those of signals are 128 plus the signal's number, as shells have it.
+# --------------------------------------------------------------------------------------------------
+
+USAGE_ERROR = 2
+"""Exit status for anything wrong with the arguments or the configuration."""
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
+
+CLOSED_PIPE = 141
+"""Exit status when the reader of the output is gone."""
+
+TERMINATED = 143
+"""Exit status after SIGTERM; a training run is saved and not at its end."""
+
+# --------------------------------------------------------------------------------------------------
 # Messages that know their rank or the user's line: a logger, warnings, printing once, and one seed for everything.
 # --------------------------------------------------------------------------------------------------
 
@@ -295,6 +311,11 @@ def print0(*args: Any, **kwargs: Any) -> None:
     """`print` in the main process only (under `spawn`: in rank 0 only)."""
     if _place()[0] == 0:
         print(*args, **kwargs)
+
+
+def cores() -> int:
+    """Returns the number of cores that this process may run on, as XLA counts them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Lossy(io.FileIO):

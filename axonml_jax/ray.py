@@ -6,6 +6,7 @@ Needs the extra `ray`. `ax.init()` in a worker finds its rank by itself; this mo
 import argparse
 import sys
 import tempfile
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from axonml_jax.base import TERMINATED
 from axonml_jax.config.config import ConfigError, RunConfig, add_imports, as_dict, read_config
 from axonml_jax.training.callbacks import Callback, TrainingEvent, as_floats
 
 if TYPE_CHECKING:
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer  # pyright: ignore[reportMissingImports]
 
-_KEPT_STEPS = 256
+_ON_DEVICE = 256
+"""Steps whose metrics may be on the devices: older ones have finished, and reading those waits for nothing."""
+
+_MOST_STEPS = 100_000
+"""Steps whose metrics are kept: among several processes a checkpoint is reported at the next save."""
 
 
 def trainer(
@@ -129,7 +135,8 @@ class RayReport(Callback):
     """Tells Ray Train of every checkpoint below `folder()`, with the metrics of its step; nothing is copied.
 
     Ray alone may delete what it lists: give `CheckpointManager(keep=None)`, and `num_to_keep` to `trainer`. A report waits
-    until Ray's controller has looked, which takes up to two seconds.
+    until Ray's controller has looked, which takes up to two seconds. Metrics of the newest 100,000 steps are kept: a checkpoint
+    that is reported later comes with its step alone.
 
     Args:
       every: report metrics without a checkpoint too, every so many steps; None: with checkpoints alone.
@@ -139,16 +146,21 @@ class RayReport(Callback):
         if every is not None and every < 1:
             raise ValueError(f"RayReport(every={every}): must be at least 1")
         self._every = every
-        self._seen: dict[int, dict[str, Any]] = {}
+        self._seen: OrderedDict[int, dict[str, Any]] = OrderedDict()
+        self._unread: deque[int] = deque()  # steps whose metrics are still arrays
         self._listed: list[str] = []
 
     def on_step(self, event: TrainingEvent) -> None:
         """Keep the step's metrics until a checkpoint of this step, or of a later one, is reported."""
         self._seen[event.step] = dict(event.metrics)
-        if (
-            len(self._seen) % _KEPT_STEPS == 0
-        ):  # old steps have finished: reading their metrics does not wait for a device
-            self._seen |= {step: as_floats(each) for step, each in list(self._seen.items())[: -_KEPT_STEPS // 2]}
+        self._seen.move_to_end(event.step)
+        self._unread.append(event.step)
+        if len(self._unread) >= _ON_DEVICE:
+            for step in [self._unread.popleft() for _ in range(_ON_DEVICE // 2)]:
+                if step in self._seen:
+                    self._seen[step] = as_floats(self._seen[step])
+        while len(self._seen) > _MOST_STEPS:
+            self._seen.popitem(last=False)
         if self._every is not None and event.step % self._every == 0:
             _ray_train().report({"step": event.step, **as_floats(self._seen[event.step])})
 
@@ -159,7 +171,7 @@ class RayReport(Callback):
     def on_save(self, event: TrainingEvent) -> None:
         """Report the checkpoint to Ray, with the metrics of its own step; one at a URL is not reported."""
         metrics = as_floats(self._seen.get(event.step, {}))
-        self._seen = {step: each for step, each in self._seen.items() if step > event.step}
+        self._seen = OrderedDict((step, each) for step, each in self._seen.items() if step > event.step)
         if "://" in str(event.path):  # Ray lists what is in its own storage alone
             return
         from ray.train.v2.api.report_config import CheckpointUploadMode  # pyright: ignore[reportMissingImports]
@@ -195,14 +207,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-workers", type=int, required=True, metavar="N", help="processes, one a machine")
     parser.add_argument("--gpus-per-worker", type=float, default=0, metavar="N", help="GPUs of each")
     parser.add_argument("--storage", required=True, metavar="DIR", help="a folder that all machines share")
-    parser.add_argument("--name", metavar="NAME", help="of the run there; the same name goes on with it")
+    named = "of the run there and in its configuration; the same name goes on with it"
+    parser.add_argument("--name", metavar="NAME", help=named)
     parser.add_argument("--max-failures", type=int, default=3, metavar="N", help="how often all workers start again")
     add_imports(parser)
     given, overrides = parser.parse_known_args(argv)
     result = train(
         given.config,
         given.num_workers,
-        overrides,
+        overrides if given.name is None else [*overrides, "--name", given.name],
         allow_imports=given.allow_imports,
         use_gpu=given.gpus_per_worker > 0,
         resources_per_worker={"GPU": given.gpus_per_worker} if given.gpus_per_worker else None,
@@ -229,7 +242,7 @@ def _run(sent: Mapping[str, Any]) -> None:
 
 
 _STATUS = {
-    143: "stopped by SIGTERM and saved; started again, it goes on from there",
+    TERMINATED: "stopped by SIGTERM and saved; started again, it goes on from there",
     3: "too many updates in a row were not finite, or the loss spiked too often (spikes.limit)",
     5: "a first batch differs from one device's (train.check)",
 }

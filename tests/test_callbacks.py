@@ -11,7 +11,9 @@ from flax import nnx
 from own_parts import Misspelt, Net, Notes, columns, squares
 
 import axonml_jax as ax
+from axonml_jax import ray as axr
 from axonml_jax.__main__ import main
+from axonml_jax.training.callbacks import TrainingEvent
 
 
 @pytest.fixture
@@ -149,3 +151,22 @@ def test_a_configuration_names_them(heard, tmp_path, capsys):
     path.write_text(yaml.safe_dump(content | {"callbacks": [{"class_path": "own_parts.Misspelt"}]}))
     assert main(["train", str(path), *flags]) == 2
     assert "Misspelt.on_evaluation is never called; did you mean on_eval?" in capsys.readouterr().err
+
+
+def test_metrics_for_ray_are_read_once_and_of_so_many_steps_alone(monkeypatch):
+    """Every 256 steps those of all steps were read again, and without a save all were kept."""
+    read = []
+    monkeypatch.setattr(
+        axr, "as_floats", lambda metrics: read.append(metrics["loss"]) or {"loss": float(metrics["loss"])}
+    )
+    monkeypatch.setattr(axr, "_MOST_STEPS", 600, raising=False)
+    callback = axr.RayReport()
+    for step in range(1, 1201):
+        callback.on_step(TrainingEvent(trainer=None, step=step, metrics={"loss": step}))
+    assert read == list(range(1, len(read) + 1)) and 1200 - 256 <= len(read) < 1200
+    assert list(callback._seen) == list(range(601, 1201))
+    callback.on_eval(TrainingEvent(trainer=None, step=1200, metrics={"loss": 3.0}))
+    assert callback._seen[1200] == {"loss": 1200, "valid_loss": 3.0}
+    read.clear()
+    callback.on_save(TrainingEvent(trainer=None, step=700, path="gs://saved/step_700"))
+    assert read == [700.0] and list(callback._seen) == list(range(701, 1201))

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -132,6 +133,26 @@ def test_a_folder_that_others_may_write_is_refused_and_auto_does_without(enabled
     (tmp_path / "axonml_jax" / "compiled").chmod(0o755)
     keep_compiled("auto")
     assert kept_in() == tmp_path / "axonml_jax" / "compiled"
+
+
+@pytest.mark.parametrize(("mapped", "said"), [("0 1000 1 1 100000 65536", False), ("0 0 4294967295", True)])
+def test_the_hosts_root_may_own_what_is_above_in_a_rootless_container(mapped, said, tmp_path, monkeypatch):
+    folder, usual = tmp_path / "above" / "mine", Path.stat
+    folder.mkdir(parents=True)
+
+    def stat(path, **more):
+        found = usual(path, **more)
+        owner = 65534 if path == owned else found.st_uid
+        return types.SimpleNamespace(st_uid=owner, st_mode=found.st_mode)
+
+    for name, text in (("_UID_MAP", mapped), ("_OVERFLOW", "65534\n")):
+        (tmp_path / name).write_text(text)
+        monkeypatch.setattr(compiled_programs, name, tmp_path / name, raising=False)
+    monkeypatch.setattr(Path, "stat", stat)
+    owned = folder.parent
+    assert compiled_programs.shared_with(folder) == (f"{owned} above it belongs to user 65534" if said else None)
+    owned = folder
+    assert compiled_programs.shared_with(folder) == f"{owned} belongs to user 65534"
 
 
 def test_a_program_that_another_process_removes_meanwhile_is_passed_over(enabled, tmp_path):

@@ -1,6 +1,8 @@
 """The loop and what it leaves behind: records, speeds, pictures, lines, traces."""
 
 import io
+import json
+import math
 import re
 import sys
 import time
@@ -148,6 +150,17 @@ def test_json_lines_are_on_disk_at_once_and_read_back(tmp_path):
         recorder.write(record)
     assert read_records(path) == records
     recorder.close()
+
+
+def test_numbers_that_are_not_finite_are_null_in_json_and_read_back_as_nan(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": NaN, "grad_norm": Infinity}\n')  # as earlier versions wrote it
+    recorder = JsonLines(path, start=1)
+    recorder.write(Record(2, {"loss": math.nan, "grad_norm": -math.inf}))
+    recorder.close()
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+    assert rows == [{"step": step, "loss": None, "grad_norm": None} for step in (1, 2)]
+    assert all(math.isnan(value) for record in read_records(path) for value in record.metrics.values())
 
 
 def test_tensorboard_writes_events_or_says_what_to_install(tmp_path, monkeypatch):

@@ -205,7 +205,7 @@ def test_records_that_are_none_are_named_with_their_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 2.5}\n{"step": 2')
     assert [(record.step, record.metrics) for record in read_records(path)] == [(1, {"loss": 2.5})]
-    for line in ("[]", "{}", '{"step": "1"}', '{"step": 1, "loss": null}', "x", "[" * 100_000):
+    for line in ("[]", "{}", '{"step": "1"}', '{"step": 1, "loss": []}', '{"step": null}', "x", "[" * 100_000):
         path.write_text('{"step": 1, "loss": 2.5}\n' + line + "\n")
         with pytest.raises(ValueError, match=r"metrics.jsonl, line 2 is no record"):
             read_records(path)

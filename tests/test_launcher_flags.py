@@ -1,5 +1,6 @@
 """The launcher before it starts anything: flags, variables, devices, addresses, and which failure explains the others."""
 
+import os
 import re
 import socket
 import sys
@@ -38,6 +39,11 @@ GIVEN = {
         dict(nnodes=6, min_nodes=2, node_unit=2, last_call=30.0, elastic=True, max_restarts=0),
     ),
     "an endpoint": (["--rdzv_endpoint", "node0:1234"], dict(master_addr="node0", master_port=1234)),
+    "any free port": (["--master-port", "0"], dict(master_port=None)),
+    "any free port of an endpoint": (
+        ["--rdzv-endpoint", "localhost:0"],
+        dict(master_addr="localhost", master_port=None),
+    ),
     "an endpoint without port": (
         ["--nnodes=2", "--node-rank=0", "--rdzv-endpoint=node0"],
         dict(master_addr="node0", master_port=29500),
@@ -141,6 +147,15 @@ REFUSED = {
         ["--rdzv-endpoint=a:1", "--master-addr=b", "train.py"],
         "--rdzv-endpoint says what --master-addr",
     ),
+    "any port of several machines": (
+        ["--nnodes=2", "--node-rank=0", "--master-addr=a", "--master-port=0", "train.py"],
+        "port 0 with --nnodes 2: 0 means any free one, and the machines must know it before: leave it out for 29500",
+    ),
+    "any port of an endpoint of several machines": (
+        ["--nnodes=2", "--node-rank=0", "--rdzv-endpoint=a:0", "train.py"],
+        "port 0 with --nnodes 2",
+    ),
+    "a port below the range": (["--master-port", "-1", "train.py"], "port -1"),
     "a port out of range": (["--master-port", "70000", "train.py"], "port 70000"),
     "a port with too few after it": (
         ["--nnodes=2", "--node-rank=0", "--master-addr=a", "--master-port=65520", "train.py"],
@@ -240,6 +255,30 @@ def test_several_workers_get_a_gpu_each_and_a_single_one_gets_all(four_gpus, wan
 def test_devices_that_are_not_there_are_refused(four_gpus, wanted, environ, words):
     with pytest.raises(ConfigError, match=words):
         environment.count_workers(wanted, four_gpus | environ)
+
+
+def test_cpu_means_the_cores_that_this_process_may_run_on_if_so_many_files_may_be_open(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(3), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert (
+        environment.count_workers("cpu", {}) == environment.count_workers("auto", {"JAX_PLATFORMS": "cpu"}) == (3, ())
+    )
+    monkeypatch.setattr(environment.resource, "getrlimit", lambda which: (4, 4))
+    with pytest.raises(ConfigError, match=r"--nproc-per-node cpu means 3: .* may open 4 files .* start 2 or fewer"):
+        environment.count_workers("cpu", {})
+
+
+@pytest.mark.parametrize("device", ["accel0", "vfio/0", "kfd", "vfio/vfio"])
+def test_workers_that_leave_an_accelerator_idle_are_said_to(device, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(environment, "_DEVICES", tmp_path, raising=False)
+    (tmp_path / device).parent.mkdir(exist_ok=True)
+    (tmp_path / device).touch()
+    assert environment.count_workers("2", {}) == (2, ())
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == (device != "vfio/vfio") and all(f"there is {tmp_path / device}: " in line for line in said)
+    for wanted, environ in (("2", {"JAX_PLATFORMS": "cpu"}), ("cpu", {})):  # the CPU is meant
+        environment.count_workers(wanted, environ)
+    assert capsys.readouterr().err == ""
 
 
 ADDRESSES = {

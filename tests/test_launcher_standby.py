@@ -3,13 +3,18 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from axonml_jax.launch.launcher import _Job, free_port
 from axonml_jax.launch.leftovers import MARK, Guard
-from axonml_jax.launch.standby import go
+from axonml_jax.launch.machines import Start
+from axonml_jax.launch.options import read_options
+from axonml_jax.launch.standby import HostMemory, can_outlive, go
+from axonml_jax.launch.workers import Ended, Interrupts, started
 
 LIMIT = 120
 WORK = """
@@ -91,6 +96,32 @@ def test_what_a_script_sets_before_it_imports_jax_counts_in_one_that_stood_by(gi
     said = f"{not given} ['work.py', '--lr', '1'] {process.pid} later"
     assert out.decode().splitlines() == [*["top"] * (1 if given else 2), said], error
     assert (b"JAX_ENABLE_X64 set before the import of JAX" in error) == (not given)
+
+
+@pytest.mark.skipif(not can_outlive(), reason="there are no memory files")
+def test_nothing_is_started_while_the_memory_files_are_arranged_anew(tmp_path):
+    """The thread that starts who stands by reads the list of files, which is then half made."""
+    (tmp_path / "work.py").touch()
+    options = read_options(["--max-restarts=1", "--standby=0", str(tmp_path / "work.py")], {})
+    during, starting = [], threading.Event()
+
+    class Watched(HostMemory):
+        def arrange(self, *given, **more):
+            during.append([each for each in threading.enumerate() if isinstance(each, threading.Timer)])
+            return super().arrange(*given, **more)
+
+    def slow(local_rank, command):
+        starting.set()
+        time.sleep(0.5)
+        return started([sys.executable, "-c", "input()"], os.environ, (), subprocess.PIPE)
+
+    start = Start(number=1, sizes=(1,), nodes=(0,), port=free_port())
+    with Interrupts() as signals, Watched([1], 0) as memory, _Job(options, 1, (), signals, None, None, memory) as job:
+        job._spares._start = slow
+        job._spares.prepare()
+        assert starting.wait(LIMIT)
+        ended = job._attempt(start, 1)
+    assert ended == Ended() and during[0] == during[1]
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="processes are looked for in /proc")

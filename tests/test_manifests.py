@@ -14,6 +14,7 @@ import yaml
 
 from axonml_jax.__main__ import main
 from axonml_jax.cli import manifests
+from axonml_jax.config.config import read_config
 from axonml_jax.mesh.launchers import LaunchEnvironment, launch_environment
 
 SCHEMAS = json.loads((Path(__file__).parent / "fixtures" / "manifest_schemas.json").read_text("utf-8"))
@@ -95,10 +96,11 @@ def test_pods_of_a_jobset_join(capsys):
     ]
 
 
-def test_the_entry_point_of_a_ray_job_is_read_by_the_driver(capsys, monkeypatch):
+@pytest.mark.parametrize(("more", "name"), [([], "gpt-fsdp"), (["--name", "Foo_2"], "Foo_2"), (["--name=x"], "x")])
+def test_the_entry_point_of_a_ray_job_is_read_by_the_driver(more, name, capsys, monkeypatch):
     from axonml_jax import ray as axr
 
-    entry = shlex.split(yaml.safe_load(written("rayjob", capsys))["spec"]["entrypoint"])
+    entry = shlex.split(yaml.safe_load(written("rayjob", capsys, [*COMMAND, *more]))["spec"]["entrypoint"])
     assert entry[:3] == ["python", "-m", "axonml_jax.ray"]
     seen = {}
 
@@ -108,9 +110,10 @@ def test_the_entry_point_of_a_ray_job_is_read_by_the_driver(capsys, monkeypatch)
 
     monkeypatch.setattr(axr, "train", train)
     assert axr.main(entry[3:]) == 0
-    assert (seen["config"], seen["num_workers"], seen["overrides"]) == ("configs/gpt_fsdp.yaml", 2, OVERRIDES)
+    assert (seen["config"], seen["num_workers"], seen["overrides"][:4]) == ("configs/gpt_fsdp.yaml", 2, OVERRIDES)
+    assert read_config("train", [seen["config"], *seen["overrides"]]).name == name
     assert seen["resources_per_worker"] == {"GPU": 8}
-    assert (seen["storage_path"], seen["name"], seen["max_failures"]) == ("/shared", "gpt-fsdp", 3)
+    assert (seen["storage_path"], seen["name"], seen["max_failures"]) == ("/shared", name, 3)
 
 
 OVERRIDES = ["--devices.simulated", "null", "--output.compiled", "/shared/compiled"]

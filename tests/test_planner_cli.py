@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shlex
 from dataclasses import replace
@@ -16,6 +17,7 @@ from axonml_jax.cli.run import lay_ground
 from axonml_jax.config.config import read_config
 from axonml_jax.config.sections import memory_size
 from axonml_jax.models.config import PRESETS, TransformerConfig, preset
+from axonml_jax.planner.hardware import HARDWARE
 from axonml_jax.planner.search import candidates, exactly
 
 PLANS = Path(__file__).resolve().parents[1] / "configs" / "plans"
@@ -49,7 +51,7 @@ def test_a_plan_is_written_as_a_configuration_that_trains_it(axes, tiny, tmp_pat
         main(["plan", str(tiny), "--devices", devices, *flags, *["--picture", str(picture)][: 2 * (devices == "2")]])
         == 0
     )
-    best = json.loads(capsys.readouterr().out.split("\n\npicture")[0].split("\n\nwritten")[0])["best"]
+    best = json.loads(capsys.readouterr().out)["best"]
     config = read_config("train", [str(written)])
     assert {axis: ranks for axis, ranks in config.mesh.degrees.items() if ranks > 1} == {
         axis: ranks for axis, ranks in best["mesh"].items() if ranks > 1
@@ -79,12 +81,24 @@ def test_a_plan_that_splits_sequences_is_written_with_its_method(tmp_path, capsy
     subject.write_text(TINY.replace(": 32}", ": 8192}").replace("max_length: 32", "max_length: 8192"), "utf-8")
     flags = ["--axes", "fsdp", "context", "--batch", "1", "--write", str(written), "--json"]
     assert main(["plan", str(subject), "--devices", "4", *flags]) == 0
-    best = json.loads(capsys.readouterr().out.split("\n\nwritten")[0])["best"]
+    best = json.loads(capsys.readouterr().out)["best"]
     config = read_config("train", [str(written)])
     assert (
         config.mesh.context == best["mesh"]["context"] == 4 and f"attention by {config.context.method}" in best["plan"]
     )
     assert config.context.shard == ("fsdp*context" in best["plan"])
+
+
+def test_json_stands_alone_on_standard_output(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("axonml_jax.planner.verify.measure", lambda devices, model: HARDWARE["h100"])
+    monkeypatch.setattr("axonml_jax.cli.plan.verify", lambda answer, topology, slices: f"compiled for {topology}")
+    outputs = {"--write": tmp_path / "planned.yaml", "--picture": tmp_path / "planned.svg"}
+    flags = [*(word for flag, path in outputs.items() for word in (flag, str(path))), "--ledger", "--verify", "cpu"]
+    assert main(["plan", str(tiny), "--devices", "8", "--hardware", "measure", "--json", *flags]) == 0
+    out, said = capsys.readouterr()
+    assert json.loads(out)["best"]["mesh"]
+    for words in ("measured  ", "bytes/rank", "picture   ", "written   ", "compiled for cpu"):
+        assert words in said, words
 
 
 def test_published_models_are_planned_for_longer_sequences(capsys):
@@ -164,6 +178,17 @@ def test_a_budget_fails_the_check_and_names_what_grew(tiny, tmp_path, capsys):
     assert "--write-baseline" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("flags", "allowed"), [(["--max-memory", "100KiB"], "102,400"), ([], "180,000")])
+def test_a_plan_as_written_that_does_not_fit_is_said_and_fails(flags, allowed, tiny, capsys, monkeypatch):
+    """Without a limit, a device's memory is it, but for the share that the search leaves free."""
+    monkeypatch.setitem(HARDWARE, "v5e", replace(HARDWARE["v5e"], memory=200_000))
+    asked = ["plan", str(tiny), "--as-written", "--devices", "8"]
+    assert main([*asked, "--hardware", "v5e", *flags]) == 4
+    assert re.search(rf"^over budget: memory .* at most {allowed} are allowed$", capsys.readouterr().out, re.MULTILINE)
+    assert main(asked) == 0
+    assert "over budget" not in capsys.readouterr().out
+
+
 def test_training_refuses_what_cannot_fit(tiny, capsys):
     assert main(["train", str(tiny), "--max-memory", "100KiB"]) == 2
     error = capsys.readouterr().err
@@ -231,6 +256,21 @@ def test_what_is_missing_is_said_before_anything_is_printed(case, tiny, tmp_path
     out, error = capsys.readouterr()
     assert out == "" and message in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.yaml"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_file_that_may_not_be_written_is_refused_before_a_plan_is_searched(
+    there, tiny, tmp_path, capsys, monkeypatch
+):
+    written = tmp_path / "planned.yaml"
+    closed = written if there else tmp_path
+    if there:
+        written.touch()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, *mode: Path(path) != closed and access(path, *mode))
+    monkeypatch.setattr("axonml_jax.cli.plan.find_plan", lambda *_, **__: pytest.fail("a plan was searched"))
+    assert main(["plan", str(tiny), "--devices", "8", "--write", str(written)]) == 2
+    assert f"--write {written}: may not be written; give another place" in capsys.readouterr().err
 
 
 KINDS = {

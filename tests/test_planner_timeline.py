@@ -10,7 +10,7 @@ import pytest
 from predicted_steps import GPT, config
 
 import axonml_jax as ax
-from axonml_jax.__main__ import CLOSED_PIPE
+from axonml_jax.base import CLOSED_PIPE
 from axonml_jax.pipeline.schedules import PipelineSchedule
 from axonml_jax.planner.hardware import Assumptions, Hardware
 from axonml_jax.planner.price import phases, price, timeline

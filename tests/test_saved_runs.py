@@ -1,6 +1,8 @@
 """`eval`, `generate` and `runs`: they say of a run what its training said, under other plans too, and change nothing."""
 
+import argparse
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import ClassVar
@@ -10,7 +12,9 @@ import pytest
 import yaml
 
 from axonml_jax.__main__ import main
-from axonml_jax.cli.saved import Shown, differences
+from axonml_jax.cli import saved
+from axonml_jax.cli.run import checkpoints_of
+from axonml_jax.cli.saved import Shown, _print, differences
 from axonml_jax.config.config import ConfigError
 from axonml_jax.data.documents import load_tokenizer
 
@@ -98,6 +102,13 @@ def test_eval_takes_other_text_and_parts(said):
     assert "runs/quick, step 3" in text and "train        2 batches, 128 tokens" in text and "nats per token" in text
     with_best = json.loads(said("eval", "runs/quick", "--step", "best", "--json"))
     assert with_best["step"] in (3, 6)
+
+
+def test_eval_writes_a_loss_that_is_not_finite_as_json_does(capsys):
+    more = {"step": 3, "batches": 1, "tokens": 8, "tokens_per_second": 1.0, "perplexity": math.nan}
+    _print(argparse.Namespace(json=True, split="valid"), {"loss": math.nan}, more, "", "tokens")
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found == more | {"loss": None, "perplexity": None}
 
 
 @pytest.mark.slow
@@ -208,6 +219,12 @@ REFUSED = {
         "--model.num_layers",
         "3",
     ),
+    "--step 3: runs/quick/checkpoints/step_00000006 is the checkpoint of step 6: leave --step out": (
+        "eval",
+        "runs/quick/checkpoints/step_00000006",
+        "--step",
+        "3",
+    ),
     "length=0 is below 1": ("generate", "runs/quick", "--prompt", "a", "--length", "0"),
     "--prompt and --prompt-file both say": ("generate", "runs/quick", "--prompt", "a", "--prompt-file", "b"),
     "the prompt is empty": ("generate", "runs/quick", "--prompt", ""),
@@ -230,6 +247,16 @@ def test_what_cannot_be_done_is_refused_by_name(place, message, capsys, monkeypa
     monkeypatch.chdir(place)
     assert main(list(REFUSED[message])) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_found_in_one_look_at_its_folder(place, monkeypatch):
+    looks = []
+    monkeypatch.setattr(saved, "checkpoints_of", lambda folder: looks.append(folder) or checkpoints_of(folder))
+    folder = place / "runs" / "quick"
+    for run, step in ((folder, "3"), (folder / "checkpoints" / "step_00000003", None)):
+        given = argparse.Namespace(run=run, step=step, ema=False, allow_imports=[])
+        assert saved.saved_run("eval", given, []).step == 3
+    assert looks == [folder, folder]
 
 
 @pytest.mark.usefixtures("both")
@@ -265,7 +292,7 @@ def test_the_checkpoints_of_a_run_at_a_url_are_said_to_be_there(tmp_path, capsys
 
 
 def test_runs_that_diverged_come_last_and_names_that_are_alike_are_paths(tmp_path, capsys):
-    losses = {"a/run": ["NaN", "2.0"], "b/run": ["3.0", "1.0"], "b/lost": ["NaN"], "b/one": ["5.0"]}
+    losses = {"a/run": ["NaN", "2.0"], "b/run": ["3.0", "1.0"], "b/lost": ["null"], "b/one": ["5.0"]}
     for name, values in losses.items():
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.yaml").write_text(f"train: {{steps: {len(name)}{len(values)}}}")

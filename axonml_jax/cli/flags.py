@@ -157,7 +157,7 @@ _PICTURES = (".svg", ".png", ".pdf")
 
 
 def require_writable(files: Mapping[str, Path | None]) -> None:
-    """Refuse output files that are folders or whose folder is missing, and a `--picture` that ends in no picture format.
+    """Refuse output files that cannot be written, and a `--picture` that ends in no picture format.
 
     Args:
       files: paths by the flag that names them; None: the flag was not given.
@@ -173,10 +173,17 @@ def require_writable(files: Mapping[str, Path | None]) -> None:
             problems.append(f"{flag} {path}: is a folder; give a file in it")
         elif not path.parent.is_dir():
             problems.append(f"{flag} {path}: there is no folder {path.parent}; make it, or give another place")
+        elif not _may_write(path):
+            problems.append(f"{flag} {path}: may not be written; give another place")
         elif flag == "--picture" and path.suffix.lower() not in _PICTURES:
             problems.append(f"{flag} {path}: the ending chooses the format; give one of {', '.join(_PICTURES)}")
     if problems:
         raise ValueError("\n".join(problems))
+
+
+def _may_write(path: Path) -> bool:
+    """Tells whether a file may be written over, or else made in its folder."""
+    return os.access(path, os.W_OK) if path.exists() else os.access(path.parent, os.W_OK | os.X_OK)
 
 
 def require_folder(setting: str, folder: Path) -> None:

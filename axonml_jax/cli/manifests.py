@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml
 
-from axonml_jax.base import size_in_words
+from axonml_jax.base import TERMINATED, USAGE_ERROR, size_in_words
 from axonml_jax.cli.flags import importable, in_flags
 from axonml_jax.cli.plan import predicted_on
 from axonml_jax.cli.run import batch_of_tokens
-from axonml_jax.cli.train import DIFFERS, DIVERGED, TERMINATED
+from axonml_jax.cli.train import DIFFERS, DIVERGED
 from axonml_jax.config.config import (
     Budget,
     ConfigError,
@@ -39,8 +39,7 @@ GRACE = 120
 RESTARTS = 3
 """How often an engine starts all processes again after a failure."""
 
-_REFUSED = 2
-_HOPELESS = (_REFUSED, DIVERGED, DIFFERS)
+_HOPELESS = (USAGE_ERROR, DIVERGED, DIFFERS)
 _GPU = "nvidia.com/gpu"
 _OF_SKY = {"a100": "A100-80GB", "h100": "H100", "h200": "H200"}
 _GPUS = {name: kind for name, kind in HARDWARE.items() if kind.platform == "cuda"}
@@ -157,8 +156,7 @@ image must hold the configuration. The runtime says how often a job starts again
 def _rayjob(job: Job) -> tuple[str, dict[str, Any]]:
     command = [
         *("python", "-m", "axonml_jax.ray", *job.arguments, "--num-workers", str(job.nnodes)),
-        *("--gpus-per-worker", str(job.gpus), "--storage", job.folder, "--name", job.name),
-        *("--max-failures", str(RESTARTS)),
+        *("--gpus-per-worker", str(job.gpus), "--storage", job.folder, "--max-failures", str(RESTARTS)),
     ]
 
     def pod(name: str, **more: Any) -> dict[str, Any]:
@@ -332,7 +330,9 @@ def _arguments(kind: str, given: Sequence[str], folder: str) -> tuple[list[str],
     added = ["--devices.simulated", "null"] * (config.devices.simulated is not None)
     own = {word.partition("=")[0] for word in given if word.startswith("--")}
     wanted = {"--output.compiled": f"{folder}/compiled"}
-    if kind != "rayjob":  # there Ray's own folder and restarts
+    if kind == "rayjob":  # Ray's own folder and restarts; its driver gives Ray's run this name too
+        wanted |= {"--name": config.name}
+    else:
         wanted = {"--output.dir": folder} | wanted | ({"--resume": "auto"} if config.resume is None else {})
     added += [word for flag, value in wanted.items() if flag not in own for word in (flag, value)]
     return [*given, *added], read_config("train", [*rest, *added], imports=imports), Budget(**budget)

@@ -5,6 +5,7 @@ import inspect
 import json
 import math
 import shlex
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
 from pathlib import Path
@@ -315,7 +316,7 @@ def drawn(found: Prediction, line: Timeline | None, path: Path, model: str, budg
 # --------------------------------------------------------------------------------------------------
 
 OVER_BUDGET = 4
-"""Exit status of `explain` when a step costs more memory or traffic than it may."""
+"""Exit status of `explain` and `plan --as-written` when a step costs more memory or traffic than it may."""
 
 
 def baseline(budget: Budget) -> dict[str, float]:
@@ -441,6 +442,8 @@ _STAGES = {0: None, 1: "shard_optimizer", 2: "shard_grad_op", 3: "full_shard"}
 def plan(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Plan from the command line. Starts no devices, but for `--hardware measure`.
 
+    With `--json` standard output has the answer alone, and all other words go to standard error.
+
     Args:
       chosen: the flags' values.
       arguments: of the command line, after `plan`.
@@ -471,22 +474,30 @@ def plan(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
     )
     print(answer.to_json() if chosen.json else folded(str(answer)))
     if chosen.ledger:
-        print("", answer.prediction, "", answer.timeline, sep="\n")
+        _say(chosen, "", answer.prediction, "", answer.timeline)
     if chosen.picture is not None:
-        print(
-            "",
-            drawn(answer.prediction, answer.timeline, chosen.picture, _name(chosen, base), answer.asked.memory),
-            sep="\n",
-        )
+        most, name = answer.asked.memory, _name(chosen, base)
+        _say(chosen, "", drawn(answer.prediction, answer.timeline, chosen.picture, name, most))
     if chosen.write is not None:
         chosen.write.write_text(config_text(answer, base, arguments), encoding="utf-8")
         first = ", once data.path and data.tokenizer are set" if base is None else ""
-        print(f"\nwritten   {chosen.write}: axonml-jax train {chosen.write}{first}")
-    return _verified(chosen.verify, lambda: verify(answer, chosen.verify, chosen.slices)) if chosen.verify else 0
+        _say(chosen, f"\nwritten   {chosen.write}: axonml-jax train {chosen.write}{first}")
+    if chosen.verify:
+        _verified(chosen, lambda: verify(answer, chosen.verify, chosen.slices))
+    return 0
+
+
+def _say(chosen: argparse.Namespace, *lines: object) -> None:
+    """Print lines beside the answer: on standard error with `--json`, so that standard output can be read as JSON."""
+    print(*lines, sep="\n", file=sys.stderr if chosen.json else sys.stdout)
 
 
 def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
-    """Print what a configuration's own mesh and plan cost, and with `--verify` what the compiler says of them."""
+    """Print what a configuration's own mesh and plan cost, and with `--verify` what the compiler says of them.
+
+    Returns:
+      0, or `OVER_BUDGET` for a plan that fills more of a device than `--max-memory`, or than the search would fill.
+    """
     if base is None:
         raise ValueError("--as-written wants a configuration file, whose mesh and plan it takes")
     searched = {"axes": SEARCHED, "remat": ["none", "selective", "full"], "json": False, "offload": False}
@@ -501,10 +512,9 @@ def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
         raise ValueError(in_flags(str(error), "--devices {}")) from error
     own, batch, length = replace(base.build_plan(), mesh=shape), base.train.global_batch_size, base.data.length
     model: Any = base.transformer_for("plan --as-written")
-    kind = _hardware(chosen, model)
+    kind, packed = _hardware(chosen, model), base.data.documents
     base.require_whole("plan --as-written")
     sizes = {"global_batch": batch, "length": length, "moments": kept_values(base)}
-    packed = base.data.documents
     found = predict(own, model, shape.degrees, **sizes, platform=kind.platform, torus=kind.torus, documents=packed)
     given = Assumptions.on(kind, chosen.efficiency, overlap=chosen.overlap)
     cost = price(found, kind, given)
@@ -514,7 +524,12 @@ def _as_written(base: RunConfig | None, chosen: argparse.Namespace) -> int:
     if chosen.picture is not None:
         print("", drawn(found, line, chosen.picture, base.name, chosen.max_memory or kind.memory), sep="\n")
     compiling = lambda: verify_plan(own, model, found, chosen.verify, batch, length, packed, chosen.slices)
-    return _verified(chosen.verify, compiling) if chosen.verify else 0
+    if chosen.verify:
+        _verified(chosen, compiling)
+    wrong = over_budget(found, Budget(max_memory=chosen.max_memory or kind.memory * given.memory_margin))
+    if wrong:
+        print("", *(f"over budget: {line}" for line in wrong), sep="\n")
+    return OVER_BUDGET if wrong else 0
 
 
 def _saves(chosen: argparse.Namespace) -> SaveAssumptions:
@@ -585,16 +600,15 @@ def _hardware(chosen: argparse.Namespace, model: TransformerConfig) -> Hardware:
     from axonml_jax.planner.verify import measure
 
     found = measure(chosen.devices, model=model)
-    print(f"measured  {found}\n")
+    _say(chosen, f"measured  {found}\n")
     return found
 
 
-def _verified(topology: str, compiling: Callable[[], Any]) -> int:
+def _verified(chosen: argparse.Namespace, compiling: Callable[[], Any]) -> None:
     try:
-        print("", compiling(), sep="\n")
+        _say(chosen, "", compiling())
     except (RuntimeError, ValueError, ModuleNotFoundError) as error:
-        raise ConfigError(f"--verify {topology}: {error}") from error
-    return 0
+        raise ConfigError(f"--verify {chosen.verify}: {error}") from error
 
 
 def config_text(answer: Answer, base: RunConfig | None = None, arguments: Sequence[str] = ()) -> str:

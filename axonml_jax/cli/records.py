@@ -3,6 +3,7 @@
 import csv
 import importlib
 import json
+import math
 import os
 import re
 import time
@@ -135,7 +136,12 @@ def begin_mlflow(experiment: str, folder: Path, settings: Mapping[str, Any]) -> 
         number = client.create_experiment(experiment) if found is None else found.experiment_id
         made = client.create_run(number, run_name=folder.name).info.run_id
         (folder / _ID).write_text(made, encoding="utf-8")
-        _log(client, made, "params", [mlflow.entities.Param(*pair) for pair in _flat(settings)])
+        _log(
+            client,
+            made,
+            "params",
+            [mlflow.entities.Param(_name(key), str(value)[:LONGEST]) for key, value in flat(settings)],
+        )
     except mlflow.MlflowException as error:
         raise _refused(experiment, folder, error) from error
 
@@ -191,17 +197,17 @@ def _log(client: Any, run: str, kind: str, values: list[Any]) -> None:
         client.log_batch(run, **{kind: values[start : start + AT_ONCE[kind]]})
 
 
-def _flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Yield dotted keys with their values in words.
+def flat(settings: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys with their values; an empty section is a value.
 
-    >>> list(_flat({"train": {"steps": 3, "seed": None}, "name": "a"}))
-    [('train.steps', '3'), ('train.seed', 'None'), ('name', 'a')]
+    >>> list(flat({"train": {"steps": 3, "seed": None}, "name": "a", "loss": {}}))
+    [('train.steps', 3), ('train.seed', None), ('name', 'a'), ('loss', {})]
     """
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{before}{key}.")
+            yield from flat(value, f"{before}{key}.")
         else:
-            yield _name(f"{before}{key}"), str(value)[:LONGEST]
+            yield f"{before}{key}", value
 
 
 def _name(name: str) -> str:
@@ -507,7 +513,9 @@ def cells(record: Record) -> list[str]:
 
 
 class JsonLines:
-    """Writes JSON lines: `{"step": 10, "loss": 2.5, ...}`. A line has left this process when `write` returns.
+    """Writes JSON lines: `{"step": 10, "loss": 2.5, ...}`; a number that is not finite is null.
+
+    A line has left this process when `write` returns.
 
     Args:
       path: the file.
@@ -694,7 +702,7 @@ def services(
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read the records that `JsonLines` wrote; a truncated last line is left out.
+    """Read the records that `JsonLines` wrote; a truncated last line is left out, and null is nan.
 
     Raises:
       ValueError: for a line that is no record, with its number, or for a path that is no file.
@@ -705,6 +713,7 @@ def read_records(path: Path) -> list[Record]:
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             row = json.loads(line)
+            row |= {name: math.nan for name, value in row.items() if value is None and name != "step"}
             if not all(isinstance(value, int | float) for value in (row["step"], *row.values())):
                 raise TypeError("a value is no number")
             found.append(Record(row.pop("step"), row))
@@ -727,7 +736,18 @@ def wandb_module() -> Any:
 
 
 def _line(record: Record) -> str:
-    return json.dumps({"step": record.step, **record.metrics}) + "\n"
+    return json.dumps(json_values({"step": record.step, **record.metrics})) + "\n"
+
+
+def json_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values for JSON, which cannot hold nan and inf: they become None.
+
+    >>> json_values({"step": 3, "loss": float("nan")})
+    {'step': 3, 'loss': None}
+    """
+    return {
+        name: None if isinstance(each, float) and not math.isfinite(each) else each for name, each in values.items()
+    }
 
 
 def tensorboard_writer() -> Any:

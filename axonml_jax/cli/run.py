@@ -334,11 +334,15 @@ class _Shared(OSError):
     remedy = "; chmod go-w it. JAX_COMPILATION_CACHE_DIR takes a folder as it is"
 
 
+_UID_MAP, _OVERFLOW = Path("/proc/self/uid_map"), Path("/proc/sys/kernel/overflowuid")
+
+
 def shared_with(folder: Path) -> str | None:
     """Describe who else may write to a folder; None if only this user and root may.
 
     Folders above it count too: whoever may write one of these, unless its sticky bit is set, may put another in this one's
-    place. What their groups may write is left out, as many users are alone in theirs.
+    place. What their groups may write is left out, as many users are alone in theirs. In a rootless container `/` may belong to
+    the host's root, whom the system calls by the number of all users that the container does not have.
     """
     inner, *above = (folder.resolve(), *folder.resolve().parents)
     about = inner.stat()
@@ -346,13 +350,24 @@ def shared_with(folder: Path) -> str | None:
         return f"{inner} belongs to user {about.st_uid}"
     if about.st_mode & 0o022:
         return f"others may write {inner} (mode {stat.S_IMODE(about.st_mode):04o})"
+    trusted = {os.geteuid(), 0, *_outside()}
     for each in above:
         about = each.stat()
-        if about.st_uid not in (os.geteuid(), 0):
+        if about.st_uid not in trusted:
             return f"{each} above it belongs to user {about.st_uid}"
         if about.st_mode & 0o002 and not about.st_mode & stat.S_ISVTX:
             return f"others may write {each} above it (mode {stat.S_IMODE(about.st_mode):04o})"
     return None
+
+
+def _outside() -> tuple[int, ...]:
+    """The number that stands for all users outside of this process's user namespace; none if it is in the first one."""
+    try:
+        if _UID_MAP.read_text("utf-8").split() == ["0", "0", str(2**32 - 1)]:
+            return ()
+        return (int(_OVERFLOW.read_text("utf-8")),)
+    except (OSError, ValueError):
+        return ()
 
 
 def _caches() -> Path:

@@ -22,7 +22,7 @@ from axonml_jax.base import aligned, print0
 from axonml_jax.checkpoint.format import AVERAGE, Manifest, Team, checkpoints_in
 from axonml_jax.checkpoint.manager import restore
 from axonml_jax.cli.flags import require_writable
-from axonml_jax.cli.records import plot_runs, read_records
+from axonml_jax.cli.records import flat, json_values, plot_runs, read_records
 from axonml_jax.cli.run import (
     CHECKPOINT_FOLDER,
     Record,
@@ -113,12 +113,13 @@ def saved_run(command: str, given: argparse.Namespace, flags: Sequence[str]) -> 
       flags: keys that replace those of the run's configuration, such as `--mesh.fsdp 4`.
 
     Raises:
-      ConfigError: for a folder that is no run's, a step that has no checkpoint, or keys that only a training reads.
+      ConfigError: for a folder that is no run's, a step that has no checkpoint or is not that of the checkpoint that is given,
+        or keys that only a training reads.
     """
-    folder, step = Path(given.run), given.step
+    folder, step, named = Path(given.run), given.step, None
     if folder.parent.name == CHECKPOINT_FOLDER:  # a checkpoint in its run
         there = {path.name: number for number, path in checkpoints_in(folder.parent).items()}
-        step = step or str(there.get(folder.name, folder.name))
+        named = str(there.get(folder.name, folder.name))
         folder = folder.parent.parent
     if not (folder / NEWEST).is_file():
         near = None if folder.is_dir() else nearest_file(folder)
@@ -130,8 +131,14 @@ def saved_run(command: str, given: argparse.Namespace, flags: Sequence[str]) -> 
         raise ConfigError(
             f"--{', --'.join(idle)}: {command} trains nothing, so this would change nothing: leave it out"
         )
-    number = _chosen(folder, step)
-    checkpoint = _checkpoints(folder)[number]
+    checkpoints = _checkpoints(folder)
+    number = _chosen(folder, list(checkpoints), named if step is None else step)
+    if named is not None and named != str(number):
+        raise ConfigError(
+            f"--step {step}: {given.run} is the checkpoint of step {named}: leave --step out, or give the run's folder "
+            f"{folder}"
+        )
+    checkpoint = checkpoints[number]
     if given.ema and isinstance(checkpoint, Path):  # of one at a URL it is seen when it is restored
         require_average(checkpoint)
     return SavedRun(
@@ -151,9 +158,8 @@ def require_average(checkpoint: Path) -> None:
         )
 
 
-def _chosen(folder: Path, step: str | None) -> int:
-    """The step of the chosen checkpoint; reads only files or a store, because devices may not be started yet."""
-    steps = list(_checkpoints(folder))
+def _chosen(folder: Path, steps: Sequence[int], step: str | None) -> int:
+    """The chosen one of a run's steps; reads only files or a store, because devices may not be started yet."""
     listed = ", ".join(map(str, steps[-8:])) or "none"
     if not steps:
         raise ConfigError(f"{place_said(folder) or folder / CHECKPOINT_FOLDER} has no checkpoints")
@@ -273,16 +279,8 @@ def _read(folder: Path) -> Found:
         records = read_records(folder / RECORDS) if (folder / RECORDS).is_file() else []
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: cannot be read ({' '.join(str(error).split())})") from error
-    settings = dict(_flat(content)) if isinstance(content, Mapping) else {}
+    settings = {key: value for key, value in flat(content) if value != {}} if isinstance(content, Mapping) else {}
     return Found(folder, settings, records, list(checkpoints_in(folder / CHECKPOINT_FOLDER)))
-
-
-def _flat(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in content.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _names(found: Sequence[Found]) -> list[str]:
@@ -327,19 +325,16 @@ def _number(value: float | None) -> str:
 
 
 def _plain(run: Found, given: argparse.Namespace) -> dict[str, Any]:
-    """Returns the run's values for JSON, which cannot hold nan and inf: they become None."""
+    """Returns the run's values for JSON."""
     metric = given.metric
-    values = {
+    return json_values({
         "run": run.folder.as_posix(),
         "step": run.records[-1].step if run.records else 0,
         "loss": run.last("loss"),
         metric: run.last(metric),
         f"best_{metric}": run.best(metric, highest=given.highest),
         "checkpoints": list(run.checkpoints),
-    }
-    return {
-        name: None if isinstance(each, float) and not math.isfinite(each) else each for name, each in values.items()
-    }
+    })  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------
@@ -426,7 +421,7 @@ def _print(
     given: argparse.Namespace, metrics: dict[str, float], more: dict, where: str, units: str, of: str = ""
 ) -> None:
     if given.json:
-        print0(json.dumps(more | metrics))
+        print0(json.dumps(json_values(more | metrics)))
         return
     print0(where)
     print0(f"{given.split:<12} {more['batches']:,} batches, {more[units]:,}{of} {units}")

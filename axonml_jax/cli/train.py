@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from axonml_jax.base import folded, print0
+from axonml_jax.base import INTERRUPTED, TERMINATED, folded, print0
 from axonml_jax.checkpoint.format import Team
 from axonml_jax.cli import run as resume
 from axonml_jax.cli.flags import in_flags, require_folder, require_writable
@@ -87,12 +87,6 @@ from axonml_jax.mesh.world import World
 from axonml_jax.models.weights import load_pretrained
 from axonml_jax.training.callbacks import Callback
 from axonml_jax.training.same_everywhere import check_same, program_hash
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
-
-TERMINATED = 143
-"""Exit status after SIGTERM, as shells have it: the run is saved and not at its end."""
 
 DIVERGED = 3
 """Exit status when too many updates in a row were not finite, or the loss spiked once more than `spikes.limit` allows."""

@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from axonml_jax.base import CLOSED_PIPE
 from axonml_jax.config.config import ConfigError, Machines
 from axonml_jax.launch.leftovers import MARK, Guard
 from axonml_jax.launch.machines import Nodes, Over, Start, Stopped, changes
@@ -31,7 +31,6 @@ from axonml_jax.launch.workers import (
 )
 
 _SHOWN = 8
-_PIPE_CLOSED = 128 + signal.SIGPIPE
 
 # What a process prints that has waited in vain for another, as one that had ended well.
 _WAITING = re.compile(
@@ -70,7 +69,7 @@ def launch(argv: Sequence[str]) -> int:
             return 128 + interrupts.received[0]
         except BrokenPipeError:  # the reader of our output has gone, as after `| head`; the workers are stopped already
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return _PIPE_CLOSED
+            return CLOSED_PIPE
 
 
 class _Job:
@@ -168,6 +167,8 @@ class _Job:
         options, sizes, place = self._options, start.sizes, start.nodes.index(self._options.node_rank)
         if options.elastic:
             self._tell_of_machines(start)
+        if self._spares is not None:
+            self._spares.hold()  # its thread reads the files that are arranged anew
         if self._memory is not None and self._memory.arrange(sizes, place, keep=self._belongs(start)) and self._spares:
             self._spares.dismiss()  # they do not have the new files
         self._start = start
@@ -188,8 +189,6 @@ class _Job:
         workers: list[Worker] = []
         again = options.elastic or failures < options.max_restarts
         supervisor = Supervisor(workers, self._interrupts, self._run_id, options.shutdown_timeout, others, again)
-        if self._spares is not None:
-            self._spares.hold()
         with Guard(self._run_id) as guard, supervisor:
             for local_rank in range(sizes[place]):
                 workers.append(self._worker(attempt, local_rank))

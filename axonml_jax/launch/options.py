@@ -87,7 +87,10 @@ def _place_flags(flag: Callable, parser: argparse.ArgumentParser) -> None:
     flag("--node-rank", type=int, metavar="I", help="which of them this is, from 0")
     flag("--master-addr", metavar="HOST", help="address of machine 0, where process 0 listens (127.0.0.1 for one)")
     flag(
-        "--master-port", type=int, metavar="PORT", help=f"port there (a free one for one machine, else {DEFAULT_PORT})"
+        "--master-port",
+        type=int,
+        metavar="PORT",
+        help=f"port there (for one machine a free one, as is 0; else {DEFAULT_PORT})",
     )
     flag("--rdzv-endpoint", metavar="HOST:PORT", help="both in one")
     parser.add_argument(
@@ -233,7 +236,7 @@ def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> LaunchOptio
         last_call=LAST_CALL if given.last_call is None else given.last_call,
         node_rank=given.node_rank or 0,
         master_addr=host or "127.0.0.1",
-        master_port=port,
+        master_port=port or None,  # 0: a free one, as torchrun has it
         max_restarts=given.max_restarts,
         standby=given.standby,
         shutdown_timeout=given.shutdown_timeout,
@@ -323,16 +326,20 @@ def _bad_ports(given: argparse.Namespace) -> list[str]:
             check_host(host.strip("[]"), f"host {host}")
         except ValueError as error:
             return [str(error)]
-    largest = 65535 if given.nnodes in ("1", "1:1") else 65535 - ATTEMPT_PORTS
-    after = f", as several machines use the {ATTEMPT_PORTS} ports after it too" * (largest < 65535)
-    return [] if port is None or 0 < port <= largest else [f"port {port}: must be 1 to {largest}{after}"]
+    alone = given.nnodes in ("1", "1:1")
+    if port == 0 and not alone:
+        why = "0 means any free one, and the machines must know it before"
+        return [f"port 0 with --nnodes {given.nnodes}: {why}: leave it out for {DEFAULT_PORT}, or give all the same"]
+    largest = 65535 if alone else 65535 - ATTEMPT_PORTS
+    after = f", as several machines use the {ATTEMPT_PORTS} ports after it too" * (not alone)
+    return [] if port is None or 0 <= port <= largest else [f"port {port}: must be 1 to {largest}{after}"]
 
 
 def _endpoint(given: argparse.Namespace) -> tuple[str | None, int | None]:
     """The given host and port; a missing port gets a default if several machines must agree on it."""
     default = None if given.nnodes in ("1", "1:1") else DEFAULT_PORT
     if given.rdzv_endpoint is None:
-        return given.master_addr, given.master_port or default
+        return given.master_addr, default if given.master_port is None else given.master_port
     host, _, port = given.rdzv_endpoint.rpartition(":")
     return (host, int(port)) if host else (port, default)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
-from axonml_jax.base import Lossy
+from axonml_jax.base import Lossy, cores
 from axonml_jax.config.config import MACHINES, ConfigError, Machines
 from axonml_jax.launch.leftovers import MARK, members, signal_all
 from axonml_jax.launch.standby import go
@@ -165,6 +165,7 @@ RESTART_COUNT = "AXONML_JAX_RESTART_COUNT"
 """How often all workers have been restarted; torchrun's name is set too."""
 
 _FORCED = "xla_force_host_platform_device_count"
+_DEVICES = Path("/dev")
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 # PyTorch's torchrun leaves these where a launch runs inside of one of its workers.
 # This launcher's own variables are foreign too: they name files that another launch has open, and its machines.
@@ -253,7 +254,8 @@ def count_workers(wanted: str, environ: Mapping[str, str]) -> tuple[int, tuple[s
     """The number of workers that `--nproc-per-node` means here, and the GPUs that they share.
 
     Args:
-      wanted: a number, `cpu` (as many as cores), `gpu` (as many as GPUs) or `auto` (GPUs where there are any, else cores).
+      wanted: a number, `cpu` (as many as cores that this process may run on), `gpu` (as many as GPUs) or `auto` (GPUs where
+        there are any, else cores).
       environ: the launcher's variables; JAX_PLATFORMS=cpu leaves GPUs alone.
 
     Raises:
@@ -268,6 +270,8 @@ def count_workers(wanted: str, environ: Mapping[str, str]) -> tuple[int, tuple[s
             "or on the CPU; set JAX_PLATFORMS=cpu for that. On TPUs start one process per machine without axonml-jax launch, "
             "and ax.init() finds the others"
         )
+    if not platforms and not gpus and wanted not in ("cpu", "gpu"):
+        _tell_of_idle()
     if wanted == "auto":
         wanted = "gpu" if gpus else "cpu"
     if wanted == "gpu":
@@ -277,22 +281,22 @@ def count_workers(wanted: str, environ: Mapping[str, str]) -> tuple[int, tuple[s
                 "device, and JAX_PLATFORMS unset or cuda); use cpu, or a number"
             )
         return len(gpus), gpus
-    if wanted == "cpu":
-        return os.cpu_count() or 1, ()
-    if not wanted.isdecimal() or int(wanted) < 1:
+    count = str(cores()) if wanted == "cpu" else wanted
+    if not count.isdecimal() or int(count) < 1:
         raise ConfigError(f"launch: --nproc-per-node {wanted}: must be a positive number, auto, cpu or gpu")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files != resource.RLIM_INFINITY and int(wanted) > files // 2:
+    if files != resource.RLIM_INFINITY and int(count) > files // 2:
+        many = f" means {count}" * (count != wanted)
         raise ConfigError(
-            f"launch: --nproc-per-node {wanted}: the launcher reads two pipes of every process and may open {files} files "
-            f"(ulimit -n): start {files // 2} or fewer"
+            f"launch: --nproc-per-node {wanted}{many}: the launcher reads two pipes of every process and may open "
+            f"{files} files (ulimit -n): start {files // 2} or fewer"
         )
-    if gpus and int(wanted) > len(gpus):
+    if gpus and int(count) > len(gpus):
         raise ConfigError(
             f"launch: --nproc-per-node {wanted}: a process needs a GPU of its own, and {len(gpus)} are visible "
             f"({', '.join(gpus)}); start {len(gpus)} or fewer, or set JAX_PLATFORMS=cpu to compute on the CPU"
         )
-    return int(wanted), gpus
+    return int(count), gpus
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -307,8 +311,20 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
         names = [name.strip() for name in chosen.split(",")]
         # CUDA ignores everything after the first invalid entry; -1 and the empty string hide all.
         return tuple(names[: next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))])
-    found = [path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
+    found = [path for path in _DEVICES.glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
     return tuple(str(number) for number in range(len(found)))
+
+
+def _tell_of_idle() -> None:
+    """Print a note if this machine has TPUs or AMD GPUs, which launched processes leave idle."""
+    # /dev/vfio/vfio is there without devices too.
+    found = sorted(path for pattern in ("accel*", "vfio/[0-9]*", "kfd") for path in _DEVICES.glob(pattern))
+    if found:
+        print_note(
+            f"the workers compute on the CPU, though there is {found[0]}: launched processes take NVIDIA GPUs alone. On TPUs "
+            "and AMD GPUs start one process per machine without axonml-jax launch, and ax.init() finds the others; set "
+            "JAX_PLATFORMS=cpu if the CPU is meant"
+        )
 
 
 def _refuse_simulated(environ: Mapping[str, str]) -> None:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from axonml_jax.base import INTERRUPTED, TERMINATED
 from axonml_jax.compat.processes import coordinator_client, let_gloo_listen_on, lost_processes, when_exiting
 
 # --------------------------------------------------------------------------------------------------
@@ -218,7 +219,6 @@ def address_towards(host: str, port: int) -> str:
 # for it in a collective would hang there with them.
 # --------------------------------------------------------------------------------------------------
 
-_INTERRUPTED, _TERMINATED = 130, 143
 _LEFT = "axonml_jax/left/"
 _QUIET = 20.0
 _POLL = 0.2
@@ -234,7 +234,7 @@ def leave_on_error() -> None:
 
     def hook(kind, error, traceback):
         before(kind, error, traceback)
-        leave_now(_INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
+        leave_now(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
 
     sys.excepthook = hook
     when_exiting(_leave_with)
@@ -242,7 +242,7 @@ def leave_on_error() -> None:
 
 def _leave_with(code: Any) -> None:
     """Exit at once with an error's status; an `axonml-jax train` that a signal has stopped ends in order."""
-    if code in (None, 0, _INTERRUPTED, _TERMINATED):
+    if code in (None, 0, INTERRUPTED, TERMINATED):
         return
     if not isinstance(code, int):
         print(code, file=sys.stderr)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import jax
 from jax.core import Tracer
 
-from axonml_jax.base import logger
+from axonml_jax.base import cores, logger
 from axonml_jax.compat.processes import backend_started
 from axonml_jax.compat.versions import COLLECTIVES_HOLD_THREADS
 
@@ -121,16 +121,11 @@ def pool_threads(devices: int, processes: int = 1) -> dict[str, str]:
       processes: of this machine that share its cores.
     """
     asked = os.environ.get("NPROC", "")
-    given, cores = asked.isdigit(), _cores()
-    wanted = int(asked) if given else max(1, cores // processes)
+    given = asked.isdigit()
+    wanted = int(asked) if given else max(1, cores() // processes)
     if COLLECTIVES_HOLD_THREADS:
         return {"NPROC": str(max(wanted, 2 * devices))}
     return {} if given or processes == 1 else {"NPROC": str(wanted)}
-
-
-def _cores() -> int:
-    """The number of cores that this process may run on, as XLA counts them."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # --------------------------------------------------------------------------------------------------
