@@ -205,6 +205,13 @@ def test_every_figure_of_the_table_has_a_source():
         hardware("v9")
 
 
+def test_a_platform_has_one_name_and_others_are_refused():
+    assert replace(TINY, platform="gpu") == replace(TINY, platform="cuda")
+    for name in ("rocm", "v5p", "CUDA"):
+        with pytest.raises(ValueError, match=f"platform='{name}' must be 'tpu', 'cuda', 'cpu', or None"):
+            replace(TINY, platform=name)
+
+
 def test_assumptions_are_checked_and_change_the_price():
     with pytest.raises(ValueError, match="shares lie between 0 and 1"):
         Assumptions(overlap=1.5)
