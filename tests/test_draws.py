@@ -13,6 +13,8 @@ from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.compat.row_keys import _times, row_key
+from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.transformer import Transformer
 from axonml_jax.parallel.plan import Partition
 
 ROWS = 16
@@ -232,6 +234,34 @@ def test_what_is_not_drawn_row_by_row_is_refused_with_its_line(what):
     model = ax.parallelize(Noise(draw), mesh_of(data=4), ax.Plan(draws="rows"))
     with pytest.raises(ValueError, match=rf'draws="rows": {words}.*take draws="shards"'):
         model.value_and_grad(mean)(BATCH)
+
+
+class OwnAttention(nnx.Module):
+    """Attention in blocks that no layer of the library calls."""
+
+    def __init__(self, *, rngs):
+        self.layer, self.rngs = nnx.Linear(6, 6, rngs=rngs), rngs
+
+    def __call__(self, x):
+        q = self.layer(x)[:, None, None].repeat(2, 1)
+        return ax.context_attention(q, q, q, dropout_rate=0.5, dropout_key=self.rngs.dropout())[:, 0, 0]
+
+
+SINGLE = r'keys of draws="rows" cannot draw single elements.*take draws="shards", or attention="xla"'
+
+
+def test_attention_in_blocks_cannot_draw_row_by_row():
+    sizes = {"hidden_size": 8, "num_layers": 2, "num_heads": 2, "max_length": 8, "vocab_size": 16}
+    model = lambda **o: Transformer(TransformerConfig(**sizes, **o), rngs=nnx.Rngs(0))
+    train = lambda model, plan: ax.parallelize(model, mesh_of(data=2), plan).trainer(optax.sgd(0.1), mean)
+    with pytest.raises(ValueError, match=f"blocks/0/attention, blocks/1/attention: {SINGLE}"):
+        train(model(attention="blocks", dropout=0.5), ax.Plan(draws="rows"))
+    for others in (model(attention="blocks"), model(attention="xla", dropout=0.5)):
+        train(others, ax.Plan(draws="rows"))
+    train(model(attention="blocks", dropout=0.5), ax.Plan())
+    trainer = train(OwnAttention(rngs=nnx.Rngs(0)), ax.Plan(draws="rows"))
+    with pytest.raises(ValueError, match=SINGLE):
+        trainer.step(BATCH)
 
 
 def test_where_a_loss_is_of_a_ranks_rows_draws_by_rows_are_refused():

@@ -24,6 +24,7 @@ from axonml_jax.collectives.primitives import (
     vary,
 )
 from axonml_jax.compat.order import can_draw_elements, platform_around
+from axonml_jax.compat.row_keys import is_row_key
 from axonml_jax.compat.splash import SplashCall, SplashPiece, splash_backward, splash_forward
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.layers.kernels import PLATFORMS, fused_attention, kernel_of, obstacles, target_platform
@@ -538,6 +539,11 @@ Bias = Callable[..., jax.Array]
 SCOPE = "axonml.attention"
 """The name scope of everything here, by which the ledger knows what it sends."""
 
+NO_ELEMENTS = (
+    'keys of draws="rows" cannot draw single elements, as attention in blocks does for its dropout: take draws="shards", or '
+    'attention="xla" (kernel="xla" of a layer) where ranks have whole sequences'
+)
+
 ScoreMod = Callable[..., jax.Array]
 """`score_mod(scores [b, h, x, y], where, *arrays) -> scores`; `where` has `heads` [h], `queries` [x] and `keys` [y]."""
 
@@ -765,7 +771,9 @@ def _problems(q, k, v, window, ids, drops, bias, score_mod, sinks, block_size, k
         yield f"dropout_rate={rate!r} must be at least 0 and below 1"
     if rate and key is None:
         yield f"dropout_rate={rate!r} needs a dropout_key"
-    if rate and key is not None and not can_draw_elements(key):
+    if rate and key is not None and is_row_key(key):
+        yield NO_ELEMENTS
+    elif rate and key is not None and not can_draw_elements(key):
         yield (
             "dropout_key must be of the generator threefry (jax_threefry_partitionable=True): of others a rank "
             "cannot draw its own elements alone"
