@@ -388,13 +388,14 @@ class ParallelMoE(nnx.Module):
           mask: [..., s] ([..., s/n] with `sequence_parallel`), False for padding, which no expert gets; None: all tokens count.
 
         Returns:
-          (y, shaped as x: zeros, or the shared expert's output, where there is padding; what the router did, the same on
-          every rank).
+          (y, shaped as x: zeros, or the shared expert's output for zeros, where there is padding; what the router did, the same
+          on every rank).
         """
         tensor = bound(self.tensor_axis)
         sequence = tensor if self.sequence_parallel else ()
-        # Whatever stands where padding is: it must not reach a gradient.
-        scores = self._scores(x if mask is None else jnp.where(mask[..., None], x, 0), sequence)
+        if mask is not None:
+            x = jnp.where(mask[..., None], x, 0)  # whatever stands where padding is: it must not reach a gradient
+        scores = self._scores(x, sequence)
         if sequence and mask is not None:
             mask = gather_from(mask, sequence, -1)
         mask = jnp.ones(scores.shape[:-1], bool) if mask is None else jnp.broadcast_to(mask, scores.shape[:-1])
