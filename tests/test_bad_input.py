@@ -145,6 +145,10 @@ OPTIONS = {
         lambda: LatentAttention(8, 2, latent=LatentConfig(kv_rank=4), rope_theta=-1.0, rngs=nnx.Rngs(0)),
         ["rope_theta=-1.0 must be positive"],
     ),
+    "dropout that draws from nothing": (
+        lambda: ax.ParallelDropout(0.5, dim=-2, rngs=None)(jnp.ones((2, 3))),
+        ["ParallelDropout: a rate of 0.5 draws masks", "give rngs="],
+    ),
     "an array for a stage": (lambda: ax.Shard(stage=np.ones(3), wire=np.ones(2)), ["stage=array(", "wire=array("]),
     "a number for the paths of stages": (lambda: ax.Pipelined(split=3), ["split=3", "module paths"]),
     "a structure for a dtype": (lambda: ax.Precision(param={"a": 1}), ["param={'a': 1} is not a dtype"]),
