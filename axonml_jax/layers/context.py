@@ -634,7 +634,9 @@ def context_attention(
     order = order or split.order
     count, gathers = heads_and_gathers(method or split.method, **sizes, window=window, causal=causal, order=order)
     ring = Ring(axis if ranks > 1 else None, ranks, count, gathers, order)
-
+    if 0 in (*q.shape[:3], k.shape[1], v.shape[3]):  # nothing is asked for, or no query sees a key
+        nothing = jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype)
+        return vary(nothing, _axes_of((q, k, v, ids, dropout_key, arrays, sinks), ring.axis))
     key = _key_data(dropout_key) if dropout_rate and dropout_key is not None else None
     queries, keys = ring.cuts(*each_has, block_size or block_for(platform_around()))
     how = Attention(
@@ -649,10 +651,8 @@ def context_attention(
         work=Tiles(),
     )
     first_head = 0 if ring.heads == 1 else axis_index(axis) % ring.heads * (heads // ring.heads)
-    given = Given(tuple(jnp.asarray(x) for x in arrays), key, first_head)
-    given, q, k, v, sinks = vary((given, q, k, v, sinks), how.axes)
-    if sinks is not None:
-        sinks = jax.lax.dynamic_slice_in_dim(sinks, first_head, heads // ring.heads)
+    given, q, k, v, sinks = vary((Given(tuple(map(jnp.asarray, arrays)), key, first_head), q, k, v, sinks), how.axes)
+    sinks = None if sinks is None else jax.lax.dynamic_slice_in_dim(sinks, first_head, heads // ring.heads)
     q, k, v = _heads_apart(ring, q, k, v)
     name = kernel_for(kernel, how, ring, q, k, v, sinks, block_size)
     if name == "cudnn":

@@ -437,7 +437,7 @@ class ParallelMoE(nnx.Module):
     def _kept(self, choice: Chosen, mask: jax.Array) -> tuple[jax.Array, int | None]:
         """The experts of all pairs, E for dropped ones, [T, k]; and the slots per expert, or None."""
         experts = jnp.where(mask.reshape(-1)[:, None], choice.experts, self.num_experts)
-        if self.capacity_factor is None or self.deterministic:
+        if self.capacity_factor is None or self.deterministic or not mask.size:
             return experts, None
         for dim, parts in enumerate(self.groups):
             if dim >= mask.ndim or mask.shape[dim] % parts:
@@ -456,6 +456,8 @@ class ParallelMoE(nnx.Module):
         given = self._weights(tensor)
         x, *leaves = self.router.promote_dtype((x, *jax.tree.leaves(given)), dtype=self.dtype)
         weights = jax.tree.unflatten(jax.tree.structure(given), leaves)
+        if not x.size:  # no tokens, on any rank of the layer's axes
+            return x, jnp.zeros((), jnp.int32)
         if sequence:
             x = gather_whole(x, sequence, SEQUENCE_DIM, invarying=False)
         elif tensor:
