@@ -1,5 +1,6 @@
 """Attention kernels: which one fits a shape and a platform, and how to call it."""
 
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -16,7 +17,8 @@ PLATFORMS = {"splash": "tpu", "cudnn": "cuda"}
 """Which platform each kernel is for."""
 
 _LANES = 128
-_WORTH_BLOCKS = {"cpu": 256, "tpu": 2048, "cuda": 2048}
+_WORTH_BLOCKS = {"cpu": 256, "tpu": 2048, "cuda": 2048, "rocm": 2048}
+_LEAST_CAPABLE = 8.0
 _BLOCK = 512
 
 
@@ -99,10 +101,27 @@ def shape_obstacles(name: str, dtype: Any, length: int, positions: int, size: in
 def target_platform(mesh: Mesh | None = None) -> str:
     """The platform to compile for: of a mesh, or the mesh around this code, else the default backend's.
 
-    JAX's "gpu" reads "cuda" here.
+    JAX's "gpu" reads "cuda" here, or "rocm" where this process's GPUs are AMD's.
     """
     platform = platform_around(mesh)
-    return "cuda" if platform == "gpu" else platform
+    return ("rocm" if _capability().startswith("gfx") else "cuda") if platform == "gpu" else platform
+
+
+def gpu_capability() -> float | None:
+    """The compute capability of this process's GPUs; None where it has none, or those of another maker."""
+    return float(found) if re.fullmatch(r"\d+\.\d+", found := _capability()) else None
+
+
+def too_old() -> str | None:
+    """Why this process's GPUs run none of the kernels of GPUs; None if they do, or there are none."""
+    capability = gpu_capability()
+    if capability is None or capability >= _LEAST_CAPABLE:
+        return None
+    return f"it is a kernel for GPUs of compute capability {_LEAST_CAPABLE} or more, and these have {capability}"
+
+
+def _capability() -> str:
+    return str(getattr(jax.local_devices()[0], "compute_capability", ""))
 
 
 def fused_attention(
@@ -221,6 +240,8 @@ def obstacles(
     platform, wanted = target_platform(), PLATFORMS[name]
     if platform != wanted:
         yield f"it is a kernel for {wanted}, and this is compiled for {platform}"
+    elif platform == "cuda" and (reason := too_old()):
+        yield reason
     if drops:
         yield "it drops no attention weights (dropout must be 0 in train mode)"
     if segmented and name == "cudnn":
