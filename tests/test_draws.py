@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from meshes import mesh_of
 
 import axonml_jax as ax
-from axonml_jax.compat.row_keys import _times, row_key
+from axonml_jax.compat.row_keys import row_key, times
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.parallel.plan import Partition
@@ -323,7 +323,7 @@ def test_draws_of_parts_are_the_parts_of_the_whole_draw(drawn, partitionable):
 @pytest.mark.parametrize("factor", [1, 2**16 + 5, 2**31 + 9, 2**33 + 7, 2**40 + 12345])
 def test_places_above_32_bits_are_those_of_whole_numbers(factor):
     numbers = [0, 1, 5, 2**16, 2**31 + 3, 2**32 - 1]
-    high, low = _times(jnp.asarray(numbers, jnp.uint32), factor)
+    high, low = times(jnp.asarray(numbers, jnp.uint32), factor)
     assert [int(a) * 2**32 + int(b) for a, b in zip(high, low, strict=True)] == [x * factor % 2**64 for x in numbers]
 
 

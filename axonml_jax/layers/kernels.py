@@ -12,14 +12,13 @@ from jax.sharding import Mesh
 
 from axonml_jax.compat.order import manual_axes, mesh_around, platform_around
 from axonml_jax.compat.varying_types import varying_axes
+from axonml_jax.layers.pieces import BLOCK, largest_block
 
 PLATFORMS = {"splash": "tpu", "cudnn": "cuda"}
 """Which platform each kernel is for."""
 
-_LANES = 128
 _WORTH_BLOCKS = {"cpu": 256, "tpu": 2048, "cuda": 2048, "rocm": 2048}
 _LEAST_CAPABLE = 8.0
-_BLOCK = 512
 
 
 def attention_kernel(
@@ -202,7 +201,7 @@ def _splash_kernel(
     shape = (length, positions)
     one = masks.CausalMask(shape, offset=positions - length) if causal else masks.FullMask(shape)
     one = one if window is None else masks.LocalMask(shape, (window - 1, 0), offset=positions - length)
-    rows, columns = _block(length), _block(positions)
+    rows, columns = largest_block(length), largest_block(positions)
     sizes = splash.BlockSizes(
         block_q=rows, block_kv=columns, block_kv_compute=columns, block_q_dkv=rows, block_kv_dkv=columns,
         block_kv_dkv_compute=columns, block_q_dq=rows, block_kv_dq=columns,
@@ -213,11 +212,6 @@ def _splash_kernel(
             attn_logits_soft_cap=softcap, interpret=interpret,
         )  # fmt: skip
     return jax.tree.map(np.asarray, kernel)
-
-
-def _block(length: int) -> int:
-    """The largest block of at most 512 positions, a multiple of the lanes, that divides a sequence."""
-    return next(size for size in range(_BLOCK, 0, -_LANES) if length % size == 0)
 
 
 def obstacles(
@@ -264,10 +258,10 @@ def obstacles(
 
 
 def _splash_shapes(dtype: Any, length: int, positions: int, size: int) -> Iterator[str]:
-    if length % _LANES or positions % _LANES:
-        yield f"{length} queries and {positions} keys must be multiples of {_LANES}"
-    if size % _LANES:
-        yield f"the head size {size} must be a multiple of {_LANES}"
+    if length % BLOCK or positions % BLOCK:
+        yield f"{length} queries and {positions} keys must be multiples of {BLOCK}"
+    if size % BLOCK:
+        yield f"the head size {size} must be a multiple of {BLOCK}"
     if jnp.dtype(dtype).itemsize > 4:
         yield f"{jnp.dtype(dtype).name} is wider than 32 bits"
 

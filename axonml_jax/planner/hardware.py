@@ -453,7 +453,7 @@ class Assumptions:
         return cls(efficiency=known if efficiency is None else efficiency, **(hidden | linked | given))
 
     def __post_init__(self):
-        wrong = {name: value for name, value in vars(self).items() if not value >= 0 or value != value}
+        wrong = {name: value for name, value in vars(self).items() if not value >= 0}
         wrong |= {name: value for name, value in vars(self).items() if name not in _NO_SHARES and value > 1}
         if wrong or self.imbalance < 1 or not self.efficiency or not self.blocks or not self.host_bandwidth:
             raise ValueError(
