@@ -214,16 +214,22 @@ def test_rules_that_zero_weights_are_rules_of_the_mask():
     assert attention.zero == attention.mask and not attention.gates
 
 
-def test_exponentials_that_are_zero_but_in_their_sum_leave_zeros():
+@pytest.mark.parametrize("fill", [-1e9, -jnp.inf])
+@pytest.mark.parametrize("where", ["weights", "sum", "weights, sum"])
+def test_masked_exponentials_leave_zeros_or_nan_to_a_query_that_sees_no_key(where, fill):
     seen = jnp.asarray(TRI > 0).at[2].set(False)
 
     def fun(q, k, v):
-        hidden = jnp.where(seen, scores(q, k), -1e9)
+        hidden = jnp.where(seen, scores(q, k), fill)
         exps = jnp.exp(hidden - hidden.max(-1, keepdims=True))
-        return mixed(jnp.where(seen, exps, 0) / exps.sum(-1, keepdims=True), v)
+        shown = jnp.where(seen, exps, 0)
+        weights, total = shown if "weights" in where else exps, shown if "sum" in where else exps
+        return mixed(weights / total.sum(-1, keepdims=True), v)
 
-    found = found_in(fun, (Q, K, V))
-    assert_trees_close(replaced(found, plain_attention)([Q, K, V])[0], fun(Q, K, V), "a query that sees no key")
+    wanted = fun(Q, K, V)
+    assert np.isnan(wanted[:, 2]).all() == (where != "weights" or fill == -jnp.inf)
+    (found,) = replaced(found_in(fun, (Q, K, V)), plain_attention)([Q, K, V])
+    np.testing.assert_allclose(found, wanted, rtol=1e-9)
 
 
 def test_a_branch_may_return_a_number_that_nothing_reads():

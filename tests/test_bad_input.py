@@ -9,6 +9,8 @@ from flax import linen, nnx
 from plan_models import CASES, DropoutMLP, LinenNet, mean_loss, regression
 
 import axonml_jax as ax
+from axonml_jax.layers.latent import LatentAttention
+from axonml_jax.layers.options import LatentConfig
 
 BATCH = regression(8)
 MODEL = DropoutMLP(nnx.Rngs(0))
@@ -83,6 +85,7 @@ OPTIONS = {
     "more microbatches than can be counted": (lambda: ax.Plan(accumulate=10**30), ["accumulate=10", "below 2**31"]),
     "a flag for a number": (lambda: ax.Plan(accumulate=True), ["accumulate=True"]),
     "no bucket": (lambda: ddp(bucket_size_mb=0), ["bucket_size_mb=0", "positive", "25"]),
+    "a flag for a bucket": (lambda: ddp(bucket_size_mb=True), ["bucket_size_mb=True", "positive number"]),
     "a bucket of text": (lambda: ddp(bucket_size_mb="25"), ["bucket_size_mb='25'", "positive number"]),
     "a bucket that is no number": (lambda: ddp(bucket_size_mb=float("nan")), ["bucket_size_mb=nan"]),
     "whole numbers on the wire": (lambda: ddp(comm_dtype="int32"), ["comm_dtype='int32'", "'bfloat16' or 'float16'"]),
@@ -132,6 +135,19 @@ OPTIONS = {
     "arrays for flags and choices": (
         lambda: ax.Plan(broadcast_buffers=np.ones(3), remat=np.ones(2), update=np.zeros(2)),
         ["broadcast_buffers=array(", "remat=array(", "update=array("],
+    ),
+    "a stage with a point": (lambda: ax.Shard(stage=2.0), ["stage=2.0 must be 1, 2 or 3"]),
+    "rotary positions without a base": (
+        lambda: ax.TensorParallelAttention(8, 2, rope_theta=0.0, rngs=nnx.Rngs(0)),
+        ["rope_theta=0.0 must be positive, or None"],
+    ),
+    "rotary positions of latents": (
+        lambda: LatentAttention(8, 2, latent=LatentConfig(kv_rank=4), rope_theta=-1.0, rngs=nnx.Rngs(0)),
+        ["rope_theta=-1.0 must be positive"],
+    ),
+    "dropout that draws from nothing": (
+        lambda: ax.ParallelDropout(0.5, dim=-2, rngs=None)(jnp.ones((2, 3))),
+        ["ParallelDropout: a rate of 0.5 draws masks", "give rngs="],
     ),
     "an array for a stage": (lambda: ax.Shard(stage=np.ones(3), wire=np.ones(2)), ["stage=array(", "wire=array("]),
     "a number for the paths of stages": (lambda: ax.Pipelined(split=3), ["split=3", "module paths"]),

@@ -125,7 +125,7 @@ def test_a_prediction_says_the_order_and_refuses_lengths_and_the_planner_an_axis
     with pytest.raises(ValueError, match="12 positions do not divide into 8 parts over 4 ranks"):
         predict(ax.Plan(), model, degrees, global_batch=8, length=12)
     with pytest.raises(
-        ValueError, match="stage is none of the axes that are searched, data, pipe, fsdp, expert, context"
+        ValueError, match="'stage' is none of the axes that are searched, 'data', 'pipe', 'fsdp', 'expert'"
     ):
         ax.plan(model, num_devices=8, global_batch=8, axes=("data", "stage"))
 

@@ -12,7 +12,9 @@ from jax.sharding import PartitionSpec
 from meshes import mesh_of
 
 import axonml_jax as ax
-from axonml_jax.compat.row_keys import _times, row_key
+from axonml_jax.compat.row_keys import row_key, times
+from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.transformer import Transformer
 from axonml_jax.parallel.plan import Partition
 
 ROWS = 16
@@ -234,6 +236,34 @@ def test_what_is_not_drawn_row_by_row_is_refused_with_its_line(what):
         model.value_and_grad(mean)(BATCH)
 
 
+class OwnAttention(nnx.Module):
+    """Attention in blocks that no layer of the library calls."""
+
+    def __init__(self, *, rngs):
+        self.layer, self.rngs = nnx.Linear(6, 6, rngs=rngs), rngs
+
+    def __call__(self, x):
+        q = self.layer(x)[:, None, None].repeat(2, 1)
+        return ax.context_attention(q, q, q, dropout_rate=0.5, dropout_key=self.rngs.dropout())[:, 0, 0]
+
+
+SINGLE = r'keys of draws="rows" cannot draw single elements.*take draws="shards", or attention="xla"'
+
+
+def test_attention_in_blocks_cannot_draw_row_by_row():
+    sizes = {"hidden_size": 8, "num_layers": 2, "num_heads": 2, "max_length": 8, "vocab_size": 16}
+    model = lambda **o: Transformer(TransformerConfig(**sizes, **o), rngs=nnx.Rngs(0))
+    train = lambda model, plan: ax.parallelize(model, mesh_of(data=2), plan).trainer(optax.sgd(0.1), mean)
+    with pytest.raises(ValueError, match=f"blocks/0/attention, blocks/1/attention: {SINGLE}"):
+        train(model(attention="blocks", dropout=0.5), ax.Plan(draws="rows"))
+    for others in (model(attention="blocks"), model(attention="xla", dropout=0.5)):
+        train(others, ax.Plan(draws="rows"))
+    train(model(attention="blocks", dropout=0.5), ax.Plan())
+    trainer = train(OwnAttention(rngs=nnx.Rngs(0)), ax.Plan(draws="rows"))
+    with pytest.raises(ValueError, match=SINGLE):
+        trainer.step(BATCH)
+
+
 def test_where_a_loss_is_of_a_ranks_rows_draws_by_rows_are_refused():
     quiet = lambda: nnx.Linear(6, 3, rngs=nnx.Rngs(0))
     for degrees, plan, words in (
@@ -293,7 +323,7 @@ def test_draws_of_parts_are_the_parts_of_the_whole_draw(drawn, partitionable):
 @pytest.mark.parametrize("factor", [1, 2**16 + 5, 2**31 + 9, 2**33 + 7, 2**40 + 12345])
 def test_places_above_32_bits_are_those_of_whole_numbers(factor):
     numbers = [0, 1, 5, 2**16, 2**31 + 3, 2**32 - 1]
-    high, low = _times(jnp.asarray(numbers, jnp.uint32), factor)
+    high, low = times(jnp.asarray(numbers, jnp.uint32), factor)
     assert [int(a) * 2**32 + int(b) for a, b in zip(high, low, strict=True)] == [x * factor % 2**64 for x in numbers]
 
 

@@ -152,3 +152,35 @@ def test_they_are_saved_and_restored_under_another_plan_and_seen_in_their_shapes
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
     ax.save(tmp_path / "again", second)
     ax.restore(tmp_path / "again", first)
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity_factor": 1.0, "shared_size": 8}], ids=["dropless", "capacity"])
+@pytest.mark.parametrize(("ranks", "check_vma"), [(1, True), (2, True), (2, False)])
+def test_experts_take_no_tokens(ranks, check_vma, options):
+    layer = ax.ParallelMoE(6, 8, 4, rngs=nnx.Rngs(0), **options)
+    graph, params, others = nnx.split(layer, nnx.Param, ...)
+    specs = jax.tree.map(lambda x: PartitionSpec("expert") if x.ndim == 3 else PartitionSpec(), params)
+    loss = lambda params, x: (lambda y, r: y.sum() + r.load_balance + r.z)(*nnx.merge(graph, params, others)(x))
+    whole = lambda params, x: (nnx.merge(graph, params, others)(x)[0], jax.grad(loss, argnums=(0, 1))(params, x))
+    rows = PartitionSpec("expert")
+    run = jax.shard_map(
+        whole, mesh=mesh_of(expert=ranks), in_specs=(specs, rows), out_specs=(rows, (specs, rows)), check_vma=check_vma
+    )
+    for shape in ((0, 4, 6), (2, 0, 6)):
+        y, (grads, _) = jax.jit(run)(params, jnp.zeros(shape))
+        assert (y.shape, y.dtype) == (shape, layer(jnp.zeros((1, 1, 6)))[0].dtype)
+        jax.tree.map(lambda grad: np.testing.assert_array_equal(grad, 0), grads)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("method", ["gather", "ulysses", "ring"])
+@pytest.mark.parametrize("sizes", [(0, 4, 4), (2, 0, 4), (2, 4, 0), (0, 0, 0)], ids=str)
+def test_attention_takes_no_rows_no_queries_and_no_keys(sizes, method, ranks):
+    rows, queries, keys = sizes
+    q, k = jnp.ones((rows, queries, 2, 3)), jnp.ones((rows, keys, 2, 3))
+    plain = lambda q, k: jax.nn.dot_product_attention(q, k, k)
+    attend = lambda q, k: ax.context_attention(q, k, k, method=method)
+    both = lambda attend: lambda q, k: (attend(q, k), jax.grad(lambda q, k: attend(q, k).sum(), argnums=(0, 1))(q, k))
+    split = PartitionSpec(None, "context")
+    run = jax.shard_map(both(attend), mesh=mesh_of(context=ranks), in_specs=split, out_specs=split)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(run)(q, k), both(plain)(q, k))

@@ -208,13 +208,16 @@ def test_evaluation_drops_no_token():
 
 
 @pytest.mark.slow
-def test_what_stands_where_padding_is_does_not_matter():
-    layer, mask = make_moe(nnx.Rngs(0), "sigmoid"), np.random.default_rng(0).random((3, 4)) > 0.4
+@pytest.mark.parametrize("shared_size", [0, 8])
+def test_what_stands_where_padding_is_does_not_matter(shared_size):
+    layer = make_moe(nnx.Rngs(0), "sigmoid", shared_size=shared_size)
+    mask = np.random.default_rng(0).random((3, 4)) > 0.4
     loss = lambda layer, x: (lambda y, r: jnp.where(mask[..., None], y, 0).sum() + r.load_balance + r.z)(
         *layer(x, mask)
     )
     found = [
-        nnx.value_and_grad(loss)(layer, jnp.where(mask[..., None], tokens(), other)) for other in (0.0, 7.0, jnp.inf)
+        nnx.value_and_grad(loss)(layer, jnp.where(mask[..., None], tokens(), other))
+        for other in (0.0, 7.0, jnp.inf, jnp.nan)
     ]
     for other in found[1:]:
         jax.tree.map(np.testing.assert_array_equal, other, found[0])

@@ -2,11 +2,12 @@
 
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 import axonml_jax as ax
-from axonml_jax.ledger.memory import MIB
+from axonml_jax.ledger.memory import MIB, measure
 
 
 def stats(offload=ax.CPUOffload.NONE):
@@ -49,3 +50,8 @@ def test_a_picture_without_bars_or_matplotlib_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"axonml-jax\[plots\]"):
         ax.plot_memory({"kept": stats()}, tmp_path / "memory.svg")
+
+
+def test_a_process_without_devices_of_a_mesh_measures_nothing():
+    found = measure(SimpleNamespace(local_devices=[]), None)  # pyright: ignore[reportArgumentType]
+    assert (found.current_allocation_mb, found.peak_memory_mb) == (0, None)

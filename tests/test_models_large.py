@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from flax import nnx
 from predicted_steps import step_of
 
 import axonml_jax as ax
+from axonml_jax.layers import fused as norms
 from axonml_jax.layers import kernels as fused
 from axonml_jax.layers.attention import attend
 from axonml_jax.layers.losses import chunked_cross_entropy
@@ -161,6 +163,34 @@ def test_a_kernel_is_chosen_where_it_applies_and_refused_by_name_elsewhere(monke
     assert choose("auto", make(256, 64)) == "xla"
     with pytest.raises(ValueError, match="attention='flash': must be one of auto, xla, blocks, splash, cudnn"):
         dataclasses.replace(TINY, attention="flash")
+
+
+GPUS = {
+    "7.0": (True, "cuda"),
+    "7.5": (True, "cuda"),
+    "8.0": (False, "cuda"),
+    "12.0": (False, "cuda"),
+    "gfx90a": (True, "rocm"),
+}
+
+
+@pytest.mark.parametrize("capability", GPUS)
+def test_old_gpus_and_those_of_another_maker_get_no_kernels(capability, monkeypatch):
+    """A stand-in device says what it is."""
+    plain, platform = GPUS[capability]
+    monkeypatch.setattr(fused, "varying_axes", lambda x: frozenset())
+    monkeypatch.setattr(fused, "_alone", lambda: True)
+    for room in (fused, norms):
+        monkeypatch.setattr(room, "platform_around", lambda mesh=None: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(compute_capability=capability)])
+    x = jax.ShapeDtypeStruct((2, 256, 4, 64), "float16")
+    choose = lambda asked: fused.attention_kernel(asked, x, x, x, drops=False)
+    assert fused.target_platform() == platform
+    assert (choose("auto"), norms.chosen(x)) == (("xla", "xla") if plain else ("cudnn", "triton"))
+    if plain:
+        words = f"capability 8.0 or more, and these have {capability}" if platform == "cuda" else "compiled for rocm"
+        with pytest.raises(ValueError, match=words):
+            choose("cudnn")
 
 
 @pytest.mark.parametrize("degrees", [{"fsdp": 4}, {"data": 2, "tensor": 2}], ids=["fsdp", "tensor"])

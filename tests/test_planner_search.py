@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 from dataclasses import replace
 
 import jax
@@ -205,6 +206,13 @@ def test_every_figure_of_the_table_has_a_source():
         hardware("v9")
 
 
+def test_a_platform_has_one_name_and_others_are_refused():
+    assert replace(TINY, platform="gpu") == replace(TINY, platform="cuda")
+    for name in ("rocm", "v5p", "CUDA"):
+        with pytest.raises(ValueError, match=f"platform='{name}' must be 'tpu', 'cuda', 'cpu', or None"):
+            replace(TINY, platform=name)
+
+
 def test_assumptions_are_checked_and_change_the_price():
     with pytest.raises(ValueError, match="shares lie between 0 and 1"):
         Assumptions(overlap=1.5)
@@ -228,14 +236,37 @@ def test_an_answer_prints_and_goes_to_json():
     assert plain["best"]["mesh"] == answer.best.candidate.mesh and len(plain["runners_up"]) == 5
 
 
+WRONG_SIZES = (0, -1.0, 0.9, "16 apples", math.inf, [1])
+MEMORY = "must be bytes of a device, as '16GiB' or 80e9"
+
+
 @pytest.mark.parametrize(
-    ("given", "message"), [({"num_devices": 0}, "num_devices"), ({"global_batch": 0}, "global_batch")]
+    ("given", "message"),
+    [
+        ({"num_devices": 0}, "num_devices"),
+        ({"global_batch": 0}, "global_batch"),
+        ({"length": 9999}, r"length=9999: sequences are longer than the model's \d+ \(its max_length\)"),
+        *(({"max_memory": size}, re.escape(f"max_memory={size!r} {MEMORY}")) for size in WRONG_SIZES),
+        ({"remats": ()}, r"remats=\[\] must be a sequence of some of None, 'selective', 'full'"),
+        ({"remats": "full"}, "remats='full' must be a sequence"),
+        ({"remats": None}, "remats=None must be a sequence"),
+        ({"remats": ["all"]}, r"remats=\['all'\]: 'all' is none of the remats that are searched"),
+        ({"axes": "data"}, "axes='data' must be a sequence of some of 'data', 'pipe'"),
+        ({"axes": ()}, r"axes=\[\] must be a sequence"),
+        ({"runners_up": -1}, "runners_up=-1 must be how many of the next best to keep, 0 or more"),
+    ],
 )
-def test_sizes_below_one_are_refused(given, message):
+def test_what_cannot_be_asked_is_refused_before_the_search(given, message, monkeypatch):
+    monkeypatch.setattr("axonml_jax.planner.search._search", None)
     with pytest.raises(ValueError, match=message):
         ax.plan(config(GPT), **{"num_devices": 2, "global_batch": 2, **given})
     with pytest.raises(TypeError, match="give a TransformerConfig"):
         ax.plan(object(), num_devices=2, global_batch=2)
+
+
+def test_a_budget_is_bytes_in_words_or_a_number():
+    given = {"num_devices": 2, "global_batch": 2, "axes": ("data",)}
+    assert ax.plan(config(GPT), max_memory="16MiB", **given) == ax.plan(config(GPT), max_memory=2**24, **given)
 
 
 LONG = config(LLAMA, num_layers=4, hidden_size=64, mlp_hidden_size=128, max_length=2**14, scan_layers=True)

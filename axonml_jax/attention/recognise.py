@@ -107,6 +107,11 @@ class Mark:
     why: str = ""
     late: str = ""
 
+    @property
+    def hiding(self) -> list[Raw]:
+        """The masks that set scores to -inf."""
+        return [raw for raw in self.raws if raw.how == "select" and raw.number == -math.inf]
+
     def lost(self, node: Node) -> "Mark":
         """The mark of a value after an operation that is not understood."""
         if self.stage == "lost":
@@ -845,13 +850,16 @@ def weights_changes(chain: ReadChain, changes: Sequence[Change], marks: Mapping[
 
 
 def _zeroed_alone(chain: ReadChain) -> tuple[Term, ...]:
-    """The masks that set exponentials to zero, but not in their sum: a query that sees no key then gets zero weights."""
+    """The masks that set exponentials to zero, but not in their sum: a query that sees no key then gets zero weights.
+
+    Where a mask's scores are -inf their sum is NaN, and so are the weights.
+    """
     values, mark = chain.values, chain.mark
     summed = lambda raw: any(
         (each.how, each.seen, each.indices) == (raw.how, raw.seen, raw.indices) and values.same(each.atom, raw.atom)
         for each in mark.summed
     )
-    alone = [raw for raw in mark.zeroed if not summed(raw)]
+    alone = [raw for raw in mark.zeroed if not summed(raw) and not is_known(values, raw, mark.hiding)]
     return tuple(term for raw in alone for term in chain.masks.terms(raw.atom, chain.roles.of(raw.indices), raw.seen))
 
 
@@ -1272,10 +1280,13 @@ class _Reader:
         return Masked(self._terms(factor.condition, factor.indices, not factor.seen), fill, adds=True)
 
     def _zeroed(self) -> list[Change]:
-        """The masks that set exponentials to zero, in numerator and sum alike, unless they also hide the scores."""
+        """The masks that set exponentials to zero, in numerator and sum alike, or in the sum if they also hide the scores.
+
+        Where the sum is zero so are all that a query sees: its weights are NaN, as by scores of -inf.
+        """
         mark: Mark = self.mark
         if all(is_known(self.values, raw, mark.raws) for raw in (*mark.zeroed, *mark.summed)):
-            return []
+            return [self._hidden(raw) for raw in mark.summed if not is_known(self.values, raw, mark.hiding)]
         pairs = zip(mark.zeroed, mark.summed, strict=False)
         alike = len(mark.zeroed) == len(mark.summed)
         if not alike or not all(self._same(*pair) for pair in pairs):

@@ -133,7 +133,7 @@ def _at_places(key: jax.Array, shape: Sequence[int], dim: int, parts: int) -> Wo
         if d == dim:
             index = index + key[2] * jnp.uint32(size)
         spread = tuple(-1 if k == d else 1 for k in range(len(shape)))
-        more = _times(index.reshape(spread), math.prod(sizes[d + 1 :]))
+        more = times(index.reshape(spread), math.prod(sizes[d + 1 :]))
         total = low + more[1]
         high, low = high + more[0] + (total < low).astype(jnp.uint32), total
     high, low = (jnp.broadcast_to(x, shape) for x in (high, low))
@@ -142,8 +142,8 @@ def _at_places(key: jax.Array, shape: Sequence[int], dim: int, parts: int) -> Wo
     return made[0], made[1]
 
 
-def _times(x: jax.Array, factor: int) -> Words:
-    """The low 64 bits of the product of numbers below 2**32 and one below 2**64."""
+def times(x: jax.Array, factor: int) -> Words:
+    """The low 64 bits of the product of numbers below 2**32 and one below 2**64, in 32-bit integers."""
     half, mask = jnp.uint32(16), jnp.uint32(0xFFFF)
     a, b = x >> half, x & mask
     c, d = (jnp.uint32(factor >> 16 & 0xFFFF), jnp.uint32(factor & 0xFFFF))

@@ -513,7 +513,7 @@ class Placed:
     @property
     def padding(self) -> Many:
         """Elements of padding in a rank's shard, taken as the shard less an even share of the array."""
-        ranks = math.prod(map(self.setting.ranks, self.sharded)) if several(self.shard) or self.shard else 1
+        ranks = math.prod(map(self.setting.ranks, self.sharded))
         return most(0, self.shard - -(-self.read // ranks))
 
     @cached_property

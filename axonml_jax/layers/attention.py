@@ -487,6 +487,8 @@ def _checked_head_size(
         wrong.append(f"hidden_size {hidden_size} is no multiple of num_heads {num_heads}: give head_size")
     if num_heads % kv_heads:
         wrong.append(f"num_heads {num_heads} is no multiple of num_kv_heads {kv_heads}")
+    if rope_theta is not None and not rope_theta > 0:
+        wrong.append(f"rope_theta={rope_theta} must be positive, or None: no positions")
     if rope_theta is not None and size % 2:
         wrong.append(f"rotary positions rotate pairs, and the head size {size} is odd")
     if window is not None and (window < 1 or not causal):

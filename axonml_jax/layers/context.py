@@ -24,6 +24,7 @@ from axonml_jax.collectives.primitives import (
     vary,
 )
 from axonml_jax.compat.order import can_draw_elements, platform_around
+from axonml_jax.compat.row_keys import is_row_key
 from axonml_jax.compat.splash import SplashCall, SplashPiece, splash_backward, splash_forward
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.layers.kernels import PLATFORMS, fused_attention, kernel_of, obstacles, target_platform
@@ -538,6 +539,11 @@ Bias = Callable[..., jax.Array]
 SCOPE = "axonml.attention"
 """The name scope of everything here, by which the ledger knows what it sends."""
 
+NO_ELEMENTS = (
+    'keys of draws="rows" cannot draw single elements, as attention in blocks does for its dropout: take draws="shards", or '
+    'attention="xla" (kernel="xla" of a layer) where ranks have whole sequences'
+)
+
 ScoreMod = Callable[..., jax.Array]
 """`score_mod(scores [b, h, x, y], where, *arrays) -> scores`; `where` has `heads` [h], `queries` [x] and `keys` [y]."""
 
@@ -628,7 +634,9 @@ def context_attention(
     order = order or split.order
     count, gathers = heads_and_gathers(method or split.method, **sizes, window=window, causal=causal, order=order)
     ring = Ring(axis if ranks > 1 else None, ranks, count, gathers, order)
-
+    if 0 in (*q.shape[:3], k.shape[1], v.shape[3]):  # nothing is asked for, or no query sees a key
+        nothing = jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype)
+        return vary(nothing, _axes_of((q, k, v, ids, dropout_key, arrays, sinks), ring.axis))
     key = _key_data(dropout_key) if dropout_rate and dropout_key is not None else None
     queries, keys = ring.cuts(*each_has, block_size or block_for(platform_around()))
     how = Attention(
@@ -643,10 +651,8 @@ def context_attention(
         work=Tiles(),
     )
     first_head = 0 if ring.heads == 1 else axis_index(axis) % ring.heads * (heads // ring.heads)
-    given = Given(tuple(jnp.asarray(x) for x in arrays), key, first_head)
-    given, q, k, v, sinks = vary((given, q, k, v, sinks), how.axes)
-    if sinks is not None:
-        sinks = jax.lax.dynamic_slice_in_dim(sinks, first_head, heads // ring.heads)
+    given, q, k, v, sinks = vary((Given(tuple(map(jnp.asarray, arrays)), key, first_head), q, k, v, sinks), how.axes)
+    sinks = None if sinks is None else jax.lax.dynamic_slice_in_dim(sinks, first_head, heads // ring.heads)
     q, k, v = _heads_apart(ring, q, k, v)
     name = kernel_for(kernel, how, ring, q, k, v, sinks, block_size)
     if name == "cudnn":
@@ -765,7 +771,9 @@ def _problems(q, k, v, window, ids, drops, bias, score_mod, sinks, block_size, k
         yield f"dropout_rate={rate!r} must be at least 0 and below 1"
     if rate and key is None:
         yield f"dropout_rate={rate!r} needs a dropout_key"
-    if rate and key is not None and not can_draw_elements(key):
+    if rate and key is not None and is_row_key(key):
+        yield NO_ELEMENTS
+    elif rate and key is not None and not can_draw_elements(key):
         yield (
             "dropout_key must be of the generator threefry (jax_threefry_partitionable=True): of others a rank "
             "cannot draw its own elements alone"

@@ -4,7 +4,7 @@ import functools
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from axonml_jax.program.cut import KEPT
 # --------------------------------------------------------------------------------------------------
 
 Activation = Literal["swiglu", "clamped_swiglu", "gelu"]
-ACTIVATIONS: tuple[str, ...] = ("swiglu", "clamped_swiglu", "gelu")
+ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 CLAMP, SHARPNESS = 7.0, 1.702
 
 
@@ -562,7 +562,7 @@ def _plus(y: jax.Array, bias: jax.Array | None) -> jax.Array:
 # --------------------------------------------------------------------------------------------------
 
 DispatchName = Literal["auto", "rounds", "ragged", "gather"]
-DISPATCHES: tuple[str, ...] = ("auto", "rounds", "ragged", "gather")
+DISPATCHES: tuple[str, ...] = get_args(DispatchName)
 SLACK = 1.25
 """Slots of a round over the pairs that travel at uniform load: what random routing needs, and little more."""
 RAGGED_PLATFORMS = ("tpu", "cuda", "rocm")

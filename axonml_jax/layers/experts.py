@@ -388,13 +388,14 @@ class ParallelMoE(nnx.Module):
           mask: [..., s] ([..., s/n] with `sequence_parallel`), False for padding, which no expert gets; None: all tokens count.
 
         Returns:
-          (y, shaped as x: zeros, or the shared expert's output, where there is padding; what the router did, the same on
-          every rank).
+          (y, shaped as x: zeros, or the shared expert's output for zeros, where there is padding; what the router did, the same
+          on every rank).
         """
         tensor = bound(self.tensor_axis)
         sequence = tensor if self.sequence_parallel else ()
-        # Whatever stands where padding is: it must not reach a gradient.
-        scores = self._scores(x if mask is None else jnp.where(mask[..., None], x, 0), sequence)
+        if mask is not None:
+            x = jnp.where(mask[..., None], x, 0)  # whatever stands where padding is: it must not reach a gradient
+        scores = self._scores(x, sequence)
         if sequence and mask is not None:
             mask = gather_from(mask, sequence, -1)
         mask = jnp.ones(scores.shape[:-1], bool) if mask is None else jnp.broadcast_to(mask, scores.shape[:-1])
@@ -436,7 +437,7 @@ class ParallelMoE(nnx.Module):
     def _kept(self, choice: Chosen, mask: jax.Array) -> tuple[jax.Array, int | None]:
         """The experts of all pairs, E for dropped ones, [T, k]; and the slots per expert, or None."""
         experts = jnp.where(mask.reshape(-1)[:, None], choice.experts, self.num_experts)
-        if self.capacity_factor is None or self.deterministic:
+        if self.capacity_factor is None or self.deterministic or not mask.size:
             return experts, None
         for dim, parts in enumerate(self.groups):
             if dim >= mask.ndim or mask.shape[dim] % parts:
@@ -455,6 +456,8 @@ class ParallelMoE(nnx.Module):
         given = self._weights(tensor)
         x, *leaves = self.router.promote_dtype((x, *jax.tree.leaves(given)), dtype=self.dtype)
         weights = jax.tree.unflatten(jax.tree.structure(given), leaves)
+        if not x.size:  # no tokens, on any rank of the layer's axes
+            return x, jnp.zeros((), jnp.int32)
         if sequence:
             x = gather_whole(x, sequence, SEQUENCE_DIM, invarying=False)
         elif tensor:

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from axonml_jax.base import logger, named_leaves
 from axonml_jax.layers.fused import products_apart
-from axonml_jax.layers.kernels import target_platform
+from axonml_jax.layers.kernels import gpu_capability, target_platform
 from axonml_jax.layers.products import SCOPE
 from axonml_jax.mesh.axes import LAYER_AXES
 from axonml_jax.model.lora import is_adapter
@@ -436,8 +436,7 @@ def _check(found: WeightProducts) -> None:
 
 def _has_units(platform: str) -> bool:
     """Whether a platform's devices multiply 8-bit floats; for GPUs, whether this process's do."""
-    capability = str(getattr(jax.local_devices()[0], "compute_capability", "")) if platform == "cuda" else ""
-    return re.fullmatch(r"\d+\.\d+", capability) is not None and float(capability) >= _CAPABLE
+    return platform == "cuda" and (gpu_capability() or 0.0) >= _CAPABLE
 
 
 @functools.lru_cache

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.compat.order import manual_axes, mesh_around, platform_around
+from axonml_jax.layers.kernels import target_platform, too_old
 
 MOST_FEATURES = 8192
 """The longest rows for which kernels are chosen, unless the operation says otherwise: longer ones do not fit one program."""
@@ -36,7 +37,8 @@ def chosen(x: jax.Array, *, features: int = MOST_FEATURES) -> Literal["xla", "tr
     """The form of an operation on x [..., n] here: "xla", "triton" or "interpret".
 
     A kernel is opaque to XLA's partitioner, so there is one only where every axis of the mesh is manual. On GPUs x has 16
-    bits: kernels take the hardware's approximate functions, whose errors are finer than those of such results.
+    bits: kernels take the hardware's approximate functions, whose errors are finer than those of such results. Triton runs on
+    GPUs of NVIDIA's of compute capability 8.0 or more.
 
     Args:
       x: an array, or what stands for one while a program is traced.
@@ -50,7 +52,9 @@ def chosen(x: jax.Array, *, features: int = MOST_FEATURES) -> Literal["xla", "tr
         return "xla"
     if asked == "interpret":
         return "interpret" if x.dtype in (jnp.float32, jnp.bfloat16, jnp.float16) else "xla"
-    return "triton" if platform_around() in ("gpu", "cuda") and x.dtype in (jnp.bfloat16, jnp.float16) else "xla"
+    if platform_around() not in ("gpu", "cuda") or x.dtype not in (jnp.bfloat16, jnp.float16):
+        return "xla"
+    return "triton" if target_platform() != "rocm" and too_old() is None else "xla"
 
 
 _apart: ContextVar[bool] = ContextVar("apart", default=False)

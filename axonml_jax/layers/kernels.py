@@ -1,5 +1,6 @@
 """Attention kernels: which one fits a shape and a platform, and how to call it."""
 
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -11,13 +12,13 @@ from jax.sharding import Mesh
 
 from axonml_jax.compat.order import manual_axes, mesh_around, platform_around
 from axonml_jax.compat.varying_types import varying_axes
+from axonml_jax.layers.pieces import BLOCK, largest_block
 
 PLATFORMS = {"splash": "tpu", "cudnn": "cuda"}
 """Which platform each kernel is for."""
 
-_LANES = 128
-_WORTH_BLOCKS = {"cpu": 256, "tpu": 2048, "cuda": 2048}
-_BLOCK = 512
+_WORTH_BLOCKS = {"cpu": 256, "tpu": 2048, "cuda": 2048, "rocm": 2048}
+_LEAST_CAPABLE = 8.0
 
 
 def attention_kernel(
@@ -99,10 +100,27 @@ def shape_obstacles(name: str, dtype: Any, length: int, positions: int, size: in
 def target_platform(mesh: Mesh | None = None) -> str:
     """The platform to compile for: of a mesh, or the mesh around this code, else the default backend's.
 
-    JAX's "gpu" reads "cuda" here.
+    JAX's "gpu" reads "cuda" here, or "rocm" where this process's GPUs are AMD's.
     """
     platform = platform_around(mesh)
-    return "cuda" if platform == "gpu" else platform
+    return ("rocm" if _capability().startswith("gfx") else "cuda") if platform == "gpu" else platform
+
+
+def gpu_capability() -> float | None:
+    """The compute capability of this process's GPUs; None where it has none, or those of another maker."""
+    return float(found) if re.fullmatch(r"\d+\.\d+", found := _capability()) else None
+
+
+def too_old() -> str | None:
+    """Why this process's GPUs run none of the kernels of GPUs; None if they do, or there are none."""
+    capability = gpu_capability()
+    if capability is None or capability >= _LEAST_CAPABLE:
+        return None
+    return f"it is a kernel for GPUs of compute capability {_LEAST_CAPABLE} or more, and these have {capability}"
+
+
+def _capability() -> str:
+    return str(getattr(jax.local_devices()[0], "compute_capability", ""))
 
 
 def fused_attention(
@@ -183,7 +201,7 @@ def _splash_kernel(
     shape = (length, positions)
     one = masks.CausalMask(shape, offset=positions - length) if causal else masks.FullMask(shape)
     one = one if window is None else masks.LocalMask(shape, (window - 1, 0), offset=positions - length)
-    rows, columns = _block(length), _block(positions)
+    rows, columns = largest_block(length), largest_block(positions)
     sizes = splash.BlockSizes(
         block_q=rows, block_kv=columns, block_kv_compute=columns, block_q_dkv=rows, block_kv_dkv=columns,
         block_kv_dkv_compute=columns, block_q_dq=rows, block_kv_dq=columns,
@@ -194,11 +212,6 @@ def _splash_kernel(
             attn_logits_soft_cap=softcap, interpret=interpret,
         )  # fmt: skip
     return jax.tree.map(np.asarray, kernel)
-
-
-def _block(length: int) -> int:
-    """The largest block of at most 512 positions, a multiple of the lanes, that divides a sequence."""
-    return next(size for size in range(_BLOCK, 0, -_LANES) if length % size == 0)
 
 
 def obstacles(
@@ -221,6 +234,8 @@ def obstacles(
     platform, wanted = target_platform(), PLATFORMS[name]
     if platform != wanted:
         yield f"it is a kernel for {wanted}, and this is compiled for {platform}"
+    elif platform == "cuda" and (reason := too_old()):
+        yield reason
     if drops:
         yield "it drops no attention weights (dropout must be 0 in train mode)"
     if segmented and name == "cudnn":
@@ -243,10 +258,10 @@ def obstacles(
 
 
 def _splash_shapes(dtype: Any, length: int, positions: int, size: int) -> Iterator[str]:
-    if length % _LANES or positions % _LANES:
-        yield f"{length} queries and {positions} keys must be multiples of {_LANES}"
-    if size % _LANES:
-        yield f"the head size {size} must be a multiple of {_LANES}"
+    if length % BLOCK or positions % BLOCK:
+        yield f"{length} queries and {positions} keys must be multiples of {BLOCK}"
+    if size % BLOCK:
+        yield f"the head size {size} must be a multiple of {BLOCK}"
     if jnp.dtype(dtype).itemsize > 4:
         yield f"{jnp.dtype(dtype).name} is wider than 32 bits"
 

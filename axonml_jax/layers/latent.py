@@ -142,6 +142,8 @@ class LatentAttention(nnx.Module):
             raise ValueError(f"LatentAttention: kernel={kernel!r} must be one of {', '.join(ATTENTIONS)}")
         if not latent.kv_rank:
             raise ValueError("LatentAttention: kv_rank=0 is attention without latents: give the numbers of a latent")
+        if not rope_theta > 0:
+            raise ValueError(f"LatentAttention: rope_theta={rope_theta} must be positive")
         self.latent, self.num_heads, self.kernel, self.axis = latent, num_heads, kernel, axis
         self.rope_theta, self.rope_scaling, self.scale = rope_theta, rope_scaling, latent.scale(rope_scaling)
         self.sequence_parallel = sequence_parallel

@@ -49,7 +49,7 @@ class ParallelDropout(nnx.Dropout):
       dim: the dim, counted from the end, of which a rank may hold a part.
       axis: the mesh axes that split that dim; none: it is whole.
       positions: whether the dim holds positions, which `ax.Context` splits before those axes do.
-      rngs: stream `dropout`; None: without random state, for a rate of 0.
+      rngs: stream `dropout`; None: without random state, for a rate of 0 or calls that give rngs.
     """
 
     def __init__(self, rate: float, *, dim: int, axis: AxisNames = (), positions: bool = False, rngs: nnx.Rngs | None):
@@ -80,6 +80,11 @@ class ParallelDropout(nnx.Dropout):
         return jax.vmap(lambda index: jax.random.fold_in(key, index))(own)
 
     def _key(self, source) -> jax.Array:
+        if source is None:
+            raise ValueError(
+                f"ParallelDropout: a rate of {self.rate} draws masks, and there is nothing to draw them from: give rngs= to "
+                "the layer or to the call, a rate of 0, or deterministic=True"
+            )
         if isinstance(source, nnx.Rngs):
             return source[self.rng_collection]()
         return source() if isinstance(source, nnx.RngStream) else source

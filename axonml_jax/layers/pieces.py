@@ -11,6 +11,7 @@ import numpy as np
 
 from axonml_jax.collectives.primitives import vary
 from axonml_jax.compat.order import bernoulli_at, together
+from axonml_jax.compat.row_keys import times
 from axonml_jax.compat.splash import Visits
 from axonml_jax.sharding.layout import Order
 
@@ -103,22 +104,13 @@ class WeightsDropout:
             own = along[name].astype(jnp.uint32)
             if name:
                 own = jnp.expand_dims(own, [i for i, each in enumerate(places) if each != name])
-            high, low = _times(high, low, size)
+            more, low = times(low, size)
             ends = low + own
-            high, low = high + (ends < low).astype(jnp.uint32), ends
+            high, low = high * jnp.uint32(size) + more + (ends < low).astype(jnp.uint32), ends
         if not self.by_head:
             return bernoulli_at(key, 1 - self.rate, high, low)
         one = lambda own: bernoulli_at(own, 1 - self.rate, high[:, 0], low[:, 0])
         return jnp.moveaxis(jax.vmap(one)(key[heads]), 0, 1)
-
-
-def _times(high: jax.Array, low: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
-    """Multiply (high, low) by a factor in 64 bits, which XLA's 32-bit integers cannot."""
-    upper, lower = jnp.uint32(factor >> 16), jnp.uint32(factor & 0xFFFF)
-    a, b = low >> 16, low & 0xFFFF
-    middle = a * lower + ((b * lower) >> 16)
-    carried = (middle & 0xFFFF) + b * upper
-    return high * jnp.uint32(factor) + a * upper + (middle >> 16) + (carried >> 16), low * jnp.uint32(factor)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -281,13 +273,14 @@ def block_sizes(queries: int, keys: int) -> tuple[int, int] | None:
     ((512, 384), (1024, 1024), None)
     """
     for most in (_MOST, 2 * _MOST):
-        rows, columns = _divisor(queries, most), _divisor(keys, most)
+        rows, columns = largest_block(queries, most), largest_block(keys, most)
         if queries // rows * (keys // columns) <= _PAIRS:
             return rows, columns
     return None
 
 
-def _divisor(length: int, most: int) -> int:
+def largest_block(length: int, most: int = _MOST) -> int:
+    """The largest multiple of `BLOCK`, at most `most`, that divides a sequence."""
     return next(size for size in range(most, 0, -BLOCK) if length % size == 0)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from axonml_jax.base import PyTree, aligned
+from axonml_jax.base import PyTree, aligned, is_array
 from axonml_jax.collectives.gradients import copy_to, gather_from, own_slice, reduce_from
 from axonml_jax.collectives.primitives import axis_index, bound, degree, swap_parts
 from axonml_jax.compat.jaxpr import trace
@@ -264,7 +264,7 @@ class Example:
 
 
 def _is_array(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, nnx.Pytree | nnx.Variable)
+    return is_array(x) and not isinstance(x, nnx.Pytree | nnx.Variable)
 
 
 # --------------------------------------------------------------------------------------------------

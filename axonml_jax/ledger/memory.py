@@ -289,7 +289,7 @@ def measure(mesh: Mesh, trainer: Any) -> MemoryStats:
         for shard in array.addressable_shards:
             if shard.device in live and shard.data.sharding.memory_kind in (None, "device"):
                 live[shard.device] += shard.data.nbytes
-    current = max(live.values()) / MIB
+    current = max(live.values(), default=0) / MIB
     counted = [stats for device in devices if (stats := device.memory_stats())]
     if counted:
         current = max(stats["bytes_in_use"] for stats in counted) / MIB

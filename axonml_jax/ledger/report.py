@@ -12,6 +12,7 @@ from axonml_jax.base import PyTree, aligned, lines, named_leaves, section, size_
 from axonml_jax.compat.order import no_mesh_around
 from axonml_jax.cost.base import GRADIENTS, PARAMETERS
 from axonml_jax.cost.decoder import Amount, exact, is_decoder
+from axonml_jax.cost.memory import priced_platform
 from axonml_jax.ledger.count import (
     Collective,
     PrintedTable,
@@ -301,10 +302,7 @@ def _predicted(plan: Plan, *, model: Any, mesh: Any = None, platform: str | None
             f"model={type(model).__name__}: a plan is priced for a TransformerConfig of axonml_jax.models.config (or its "
             "preset('llama3-8b'), say); for any other model trace its step: ax.explain(trainer, batch)"
         )
-    platform = "cuda" if platform == "gpu" else platform  # as `jax.default_backend()` names it
-    if platform not in (None, "tpu", "cuda", "cpu"):
-        raise ValueError(f"platform={platform!r} must be 'tpu', 'cuda', 'cpu', or None: no kernels are counted on")
-    return predict(plan, model, _degrees(plan, mesh), platform=platform, **sizes)
+    return predict(plan, model, _degrees(plan, mesh), platform=priced_platform(platform), **sizes)
 
 
 def _degrees(plan: Plan, mesh: Any) -> dict[str, int]:

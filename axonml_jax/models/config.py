@@ -340,7 +340,7 @@ LITTLE_WORK = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """The configuration of a `Transformer`. The defaults are the Llama family's; `models.presets` names published models.
+    """The configuration of a `Transformer`. The defaults are the Llama family's; `preset` has published models'.
 
     Attributes:
       vocab_size: number of token ids (256 for bytes).

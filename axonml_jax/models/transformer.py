@@ -437,7 +437,7 @@ class Transformer(nnx.Module):
     everywhere.
 
     Args:
-      config: sizes and options; `models.presets` names published ones.
+      config: sizes and options; `models.config.preset` has those of published models.
       rngs: streams `params` and, with dropout, `dropout`.
     """
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from axonml_jax.base import meant
 from axonml_jax.cost.decoder import Many, either, least, most, varies
+from axonml_jax.cost.memory import priced_platform
 from axonml_jax.mesh.axes import AXES
 
 # --------------------------------------------------------------------------------------------------
@@ -35,7 +36,7 @@ class Hardware:
       latency: seconds that a collective of two devices takes however little it sends, inside an island.
       cross_latency: the same across islands.
       host_link: bytes per second between a device and its host's memory, each way; 0: not known.
-      platform: what JAX compiles for: "tpu", "cuda", "cpu"; None: no kernels of attention are counted on.
+      platform: what JAX compiles for: "tpu", "cuda" (or "gpu"), "cpu"; None: no kernels of attention are counted on.
       torus: dims of the torus that the chips of a pod form; 0: none.
       block_seconds: fixed seconds of forward and backward of one block, whatever its number of tokens, where a model was
         measured.
@@ -72,6 +73,9 @@ class Hardware:
     passes_reached: float = 0.0
     alone: float = 1.0
     sources: dict[str, str] = field(default_factory=dict, compare=False, hash=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "platform", priced_platform(self.platform))
 
     def bandwidth(self, ranks: Many, inner: Many, *, layers: bool = False) -> Many:
         """Bytes per second of one device along a mesh axis.
@@ -449,7 +453,7 @@ class Assumptions:
         return cls(efficiency=known if efficiency is None else efficiency, **(hidden | linked | given))
 
     def __post_init__(self):
-        wrong = {name: value for name, value in vars(self).items() if not value >= 0 or value != value}
+        wrong = {name: value for name, value in vars(self).items() if not value >= 0}
         wrong |= {name: value for name, value in vars(self).items() if name not in _NO_SHARES and value > 1}
         if wrong or self.imbalance < 1 or not self.efficiency or not self.blocks or not self.host_bandwidth:
             raise ValueError(

@@ -4,8 +4,9 @@ import heapq
 import itertools
 import json
 import math
+import numbers
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from axonml_jax.base import aligned, size_in_words
+from axonml_jax.base import aligned, bytes_meant, is_one_of, size_in_words
 from axonml_jax.cost.base import (
     Flow,
     Placed,
@@ -1034,7 +1035,7 @@ def plan(
     length: int | None = None,
     precision: str | Precision | None = "bf16",
     moments: int = 2,
-    max_memory: float | None = None,
+    max_memory: str | float | None = None,
     axes: tuple[str, ...] = SEARCHED,
     remats: Sequence[str | None] = REMATS,
     offload: bool = False,
@@ -1058,7 +1059,7 @@ def plan(
       length: of a sequence; None: the model's longest.
       precision: dtypes, as of `ax.Plan`.
       moments: values that the optimizer keeps per parameter (Adam 2).
-      max_memory: bytes that a device may use; None: the hardware's, less a margin.
+      max_memory: bytes that a device may use, as "16GiB" or a number; None: the hardware's, less a margin.
       axes: mesh axes that may have more than one rank.
       remats: kinds of recomputation to consider.
       offload: whether optimizer states may rest in host memory where nothing fits otherwise.
@@ -1078,14 +1079,7 @@ def plan(
     """
     asked = _question(model, num_devices, hardware, global_batch, length, precision, moments, max_memory, assumptions)
     asked = replace(asked, saves=saves or SaveAssumptions(), documents=documents)
-    illegal, dropped, allowed = Counter(), Counter(), (axes, tuple(each for each in REMATS if each in remats))
-    if others := [axis for axis in axes if axis not in SEARCHED]:
-        raise ValueError(
-            f"axes={list(axes)}: {', '.join(others)} is none of the axes that are searched, {', '.join(SEARCHED)}; "
-            "ax.explain(plan, model=...) prices a plan on any mesh"
-        )
-    if unknown := set(remats) - set(REMATS):
-        raise ValueError(f"remats={list(remats)}: {unknown} is no kind of recomputation; there are {REMATS}")
+    illegal, dropped, allowed = Counter(), Counter(), _allowed(axes, remats, runners_up)
     found = _search(asked, *allowed, CPUOffload.NONE, illegal, dropped)
     for each in strategies:
         stage_of(each)
@@ -1104,6 +1098,33 @@ def plan(
     )  # fmt: skip
 
 
+def _allowed(axes: Any, remats: Any, runners_up: int) -> tuple[tuple[str, ...], tuple[str | None, ...]]:
+    """The mesh axes and the kinds of recomputation to search, in the order in which they are searched."""
+    for name, given, known in (("axes", axes, SEARCHED), ("remats", remats, REMATS)):
+        if isinstance(given, str) or not isinstance(given, Iterable) or not (given := list(given)):
+            raise ValueError(f"{name}={given!r} must be a sequence of some of {', '.join(map(repr, known))}")
+        if others := [repr(each) for each in given if not is_one_of(each, known)]:
+            raise ValueError(
+                f"{name}={given}: {', '.join(others)} is none of the {name} that are searched, {', '.join(map(repr, known))}; "
+                "ax.explain(plan, model=...) prices any plan"
+            )
+    if not isinstance(runners_up, int) or runners_up < 0:
+        raise ValueError(f"runners_up={runners_up!r} must be how many of the next best to keep, 0 or more")
+    return tuple(axis for axis in SEARCHED if axis in axes), tuple(each for each in REMATS if each in remats)
+
+
+def _budget(max_memory: Any) -> float:
+    """The bytes that `max_memory` says."""
+    problem = ValueError(f"max_memory={max_memory!r} must be bytes of a device, as '16GiB' or 80e9")
+    try:
+        size = bytes_meant(max_memory) if isinstance(max_memory, str) else max_memory
+    except ValueError:
+        raise problem from None
+    if not isinstance(size, numbers.Real) or isinstance(size, bool) or not 1 < size < math.inf:
+        raise problem
+    return float(size)
+
+
 def _question(model, num_devices, kind, global_batch, length, precision, moments, max_memory, assumptions) -> Question:
     config = model if isinstance(model, TransformerConfig) else getattr(model, "config", None)
     if not isinstance(config, TransformerConfig):
@@ -1113,6 +1134,8 @@ def _question(model, num_devices, kind, global_batch, length, precision, moments
     sizes = {"num_devices": num_devices, "global_batch": global_batch, "length": 1 if length is None else length}
     if wrong := ", ".join(f"{name}={value}" for name, value in sizes.items() if value < 1):
         raise ValueError(f"{wrong}: each must be at least 1")
+    if length is not None and length > config.max_length:
+        raise ValueError(f"length={length}: sequences are longer than the model's {config.max_length} (its max_length)")
     if moments < 0:
         raise ValueError(f"moments={moments}: the optimizer keeps 0 or more values per parameter")
     if Precision.of(precision).products is not None:
@@ -1131,7 +1154,7 @@ def _question(model, num_devices, kind, global_batch, length, precision, moments
         precision=precision,
         compute=Precision.of(precision).compute or config.dtype,
         assumptions=given,
-        memory=chosen.memory * given.memory_margin if max_memory is None else max_memory,
+        memory=chosen.memory * given.memory_margin if max_memory is None else _budget(max_memory),
     )
 
 

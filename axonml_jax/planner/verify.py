@@ -445,7 +445,7 @@ def measure(
     latency = small / max(1.0, math.log2(ranks))  # as `Hardware.delay` takes it: of two devices
     wire = 2 * elements * jnp.dtype(dtype).itemsize * (ranks - 1) / ranks
     link = wire / max(large - small, 1e-9) if ranks > 1 else UNKNOWN_MEMORY
-    stats = devices[0].memory_stats() or {}
+    stats, platform = devices[0].memory_stats() or {}, target_platform()
     here = Hardware(
         name=f"{devices[0].device_kind} (measured)",
         flops=flops,
@@ -454,7 +454,7 @@ def measure(
         link=link,
         island=max(ranks, 1),
         cross=link,
-        platform=target_platform(),
+        platform=platform if platform in ("tpu", "cuda", "cpu") else None,
         torus=Fabric.of(devices).torus,
         latency=latency,
         cross_latency=latency,

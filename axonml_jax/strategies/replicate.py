@@ -54,7 +54,7 @@ class Replicate(AbstractStrategy, Bucketed, Reducer, Decides):
         names = [strategy.value for strategy in GradSyncStrategy]
         if not is_choice(GradSyncStrategy, self.sync_strategy):
             yield f"sync_strategy={self.sync_strategy!r} must be an ax.GradSyncStrategy or one of {names}"
-        if not (isinstance(self.bucket_size_mb, Real) and self.bucket_size_mb > 0):
+        if not _is_positive(self.bucket_size_mb):
             yield f"bucket_size_mb={self.bucket_size_mb!r} must be a positive number (PyTorch's default is 25)"
         if not is_one_of(self.gradient_as_bucket_view, (None, True, False)):
             yield f"gradient_as_bucket_view={self.gradient_as_bucket_view!r} must be True, False or None"
@@ -144,6 +144,10 @@ class Replicate(AbstractStrategy, Bucketed, Reducer, Decides):
     def overlaps(self) -> bool:
         """Whether `sync_strategy` is OVERLAPPED."""
         return self.sync_strategy is GradSyncStrategy.OVERLAPPED
+
+
+def _is_positive(number: Any) -> bool:
+    return isinstance(number, Real) and not isinstance(number, bool) and number > 0
 
 
 def _is_floating(dtype: Any) -> bool:

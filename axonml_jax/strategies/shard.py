@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, Literal, Self, get_args
 
 import jax
@@ -386,7 +387,7 @@ class Shard(AbstractStrategy, Bucketed, Lossy, Decides):
 
     def __post_init__(self):
         problems = []
-        if not is_one_of(self.stage, (1, 2, 3)) or isinstance(self.stage, bool):
+        if not is_one_of(self.stage, (1, 2, 3)) or isinstance(self.stage, bool) or not isinstance(self.stage, Integral):
             problems.append(f"stage={self.stage!r} must be 1, 2 or 3 (ZeRO)")
         if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
             problems.append(f"prefetch={self.prefetch!r} must be a number of units, 0 or more")

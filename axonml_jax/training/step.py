@@ -1,6 +1,6 @@
 """One training step: gather -> differentiate -> sync -> update, in one compiled program with donated state."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import Mesh
 
 from axonml_jax.base import LossFn, PyTree, host_arrays, named_leaves
 from axonml_jax.collectives.primitives import sum_over
 from axonml_jax.compat.order import handed_back, is_traced_around, no_mesh_around
+from axonml_jax.layers.context import NO_ELEMENTS
 from axonml_jax.mesh.axes import LAYER_AXES
 from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.model.view import Functional, Mode, Variables
@@ -229,7 +231,7 @@ def objective_of(
     mode, whole = forward_mode(placement, training), whole_batch(placement, loss_fn, sync)
     whole = whole and replace(whole, trains=trains)
     if placement.plan.draws == "rows":
-        refuse_draws_by_rows(placement, whole)
+        refuse_draws_by_rows(placement, whole, model, mode)
     read = partial(reading, model=model, placement=placement, precision=mode.precision, trains=gradients)
     placed = partial(reading_users, model=model, placement=placement)
     return Objective(model, loss_fn, mode, placement.axes.positions, placement.inside, read, whole, trains, placed)
@@ -272,8 +274,8 @@ def whole_batch(placement: Placement, loss_fn: LossFn, sync: bool = True) -> "Wh
     return WholeBatch(group, dims, most, sweeps, in_layers, *_positions(placement), apart=apart)
 
 
-def refuse_draws_by_rows(placement: Placement, whole: "WholeBatch | None") -> None:
-    """Refuse `draws="rows"` where a loss is not known to be of the whole batch's rows.
+def refuse_draws_by_rows(placement: Placement, whole: "WholeBatch | None", model: Functional, mode: Mode) -> None:
+    """Refuse `draws="rows"` where a loss is not known to be of the whole batch's rows, or attention draws single elements.
 
     Raises:
       ValueError: saying why.
@@ -284,9 +286,25 @@ def refuse_draws_by_rows(placement: Placement, whole: "WholeBatch | None") -> No
         )
     elif placement.axes.independent or (whole is None and placement.ranks(placement.axes.batch) > 1):
         why = "ranks train by themselves, and a loss is of a rank's rows"
+    elif placement.ranks(placement.batch_layout.rows) * placement.plan.microbatches > 1 and (
+        drawing := list(_drawing_elements(model.abstract_module, mode.training))
+    ):
+        raise ValueError(f"{', '.join(drawing)}: {NO_ELEMENTS}")
     else:
         return
     raise ValueError(f'draws="rows": {why}: take draws="shards"')
+
+
+def _drawing_elements(module: nnx.Module | None, training: bool | None) -> Iterator[str]:
+    """The paths of attention that draws its dropout element by element."""
+    from axonml_jax.layers.attention import TensorParallelAttention
+    from axonml_jax.layers.latent import LatentAttention
+
+    for path, each in () if module is None else nnx.iter_graph(module):
+        if isinstance(each, (TensorParallelAttention, LatentAttention)) and each.kernel == "blocks":
+            off = each.dropout.deterministic if training is None else not training
+            if each.dropout.rate and not off:
+                yield "/".join(map(str, path))
 
 
 def _positions(placement: Placement) -> tuple:
