@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen, nnx
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from axonml_jax.base import (
@@ -73,7 +74,7 @@ from axonml_jax.training.run_state import (
 from axonml_jax.training.state import TrainState, hyperparameters, injected_rate, refuse_changed, with_rate
 
 if TYPE_CHECKING:  # what models and trainers are made of is imported when one is made, so that the classes cost little
-    from axonml_jax.training.evaluate import Differentiate, Evaluated, Predict
+    from axonml_jax.training.evaluate import Differentiate, Evaluated
     from axonml_jax.training.single_device import Check
     from axonml_jax.training.step import TrainStep
 
@@ -120,6 +121,46 @@ def _differ(new: Any, own: Any) -> bool:
     return np.asarray(new[part.index]).astype(own.dtype).tobytes() != np.asarray(part.data).tobytes()
 
 
+_KEPT = 16
+
+
+class Newest:
+    """Programs by the functions that they compute; of more than 16 the one that was used longest ago is dropped.
+
+    A program keeps its function alive, so that no other gets its `id` meanwhile: a callable need not be hashable.
+
+    Args:
+      call: what users give the functions to, as the warning of the first dropped program names it.
+    """
+
+    def __init__(self, call: str):
+        self._call, self._programs, self._told = call, {}, False
+
+    def program(self, fun: Callable, about: tuple, build: Callable[[], Any]) -> Any:
+        """The program of a function in the settings `about`, built if there is none."""
+        key = (id(fun), *about)
+        self._programs[key] = found = self._programs.pop(key, None) or build()
+        if len(self._programs) > _KEPT:
+            del self._programs[next(iter(self._programs))]
+            if not self._told:
+                logger.warning(
+                    "%s has compiled more than %d programs for the functions that it was given, and drops the one that was "
+                    "used longest ago: a lambda in a loop is a new function every time; define it once, outside of the loop",
+                    *(self._call, _KEPT),
+                )
+            self._told = True
+        return found
+
+    def drop_changed(self, fun: Callable) -> list[str]:
+        """Drop a function's programs that read values from outside which were changed since; returns their names."""
+        names: list[str] = []
+        for key in [each for each in self._programs if each[0] == id(fun)]:
+            if changed := self._programs[key].changed():
+                names += [name for name in changed if name not in names]
+                del self._programs[key]
+        return names
+
+
 class SavedModel(abc.ABC):
     """The part of a parallel model that lends its arrays to steps and checkpoints, and takes new ones.
 
@@ -137,6 +178,7 @@ class SavedModel(abc.ABC):
 
     def __init__(self):
         self._programs: dict[Any, Any] = {}
+        self._gradients = Newest("model.value_and_grad")
         self._calls = 0
         self.loads = 0
         self._given: dict[str, str] = {}
@@ -386,7 +428,7 @@ class Trainer(Generic[M]):
         self._same_trained: Callable[[PyTree], None] | None = None
         self._saves: list[Callable[[], None]] = []
         self._steps: dict[bool | None, TrainStep] = {}
-        self._predictions: dict[int, Predict] = {}
+        self._predictions = Newest("trainer.predict")
         self._eval = EvalStep(model._functional, placement, model.mesh, eval_fn or loss_fn, model._accept)
         at_rest = self.train_step.at_rest  # refuses options that cannot work before anything is allocated
         self._state = init_state(model.variables, at_rest, model.mesh, model._key)
@@ -745,8 +787,7 @@ class Trainer(Generic[M]):
             variables, given = self.model.values, (self.model._functional, self._placement, self.model.mesh)
             fun = predict_fn or _of_arrays
             build = lambda: Predict(*given, fun, self.model._accept)
-            # By identity: a callable need not be hashable, and the program keeps it alive.
-            program = self._predictions[id(fun)] = self._predictions.get(id(fun)) or build()
+            program = self._predictions.program(fun, (), build)
             return joined_rows([program(variables, batch) for batch in _walked(self, "predict", batches)])
 
     @contextmanager
@@ -882,6 +923,13 @@ def _tell_unread(trainer: Trainer, traced: Any, shapes: PyTree, *, zero: bool) -
             "not train. Use the model in the loss: loss_fn = lambda model, batch: ... model(batch) ...",
             ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5),
         )
+
+
+def _positive(value: Any) -> float | None:
+    """A positive number, or a concrete scalar, as a float; None for anything else."""
+    if isinstance(value, np.ndarray | jax.Array) and not isinstance(value, Tracer) and not value.ndim:
+        value = value.item()
+    return float(value) if isinstance(value, Real) and value > 0 else None
 
 
 def _of_arrays(model: Any, batch: PyTree) -> PyTree:
@@ -1228,13 +1276,11 @@ class ParallelModel(SavedModel):
         from axonml_jax.training.evaluate import Differentiate
 
         given, loss_fn = loss_fn, of_batch(loss_fn)
-        for key in [each for each in self._programs if each[:2] == ("grad", id(given))]:
-            if names := self._programs[key].changed():
-                logger.warning(
-                    "value_and_grad is compiled again, because values that the loss reads were changed: %s",
-                    ", ".join(names),
-                )
-                del self._programs[key]
+        if names := self._gradients.drop_changed(given):
+            logger.warning(
+                "value_and_grad is compiled again, because values that the loss reads were changed: %s",
+                ", ".join(names),
+            )
 
         def f(*parts: PyTree) -> Any:
             with no_mesh_around(), folding:
@@ -1243,8 +1289,7 @@ class ParallelModel(SavedModel):
                 sync = self._syncing
                 options: dict[str, Any] = {"training": self._mode, "sync": sync, "accept": self._accept}
                 build = lambda: Differentiate(self._functional, self._placement, self.mesh, loss_fn, **options)
-                # By identity: a callable need not be hashable, and the program keeps it alive.
-                program = self._program(("grad", id(given), sync), build)
+                program = self._gradients.program(given, (sync, self._mode), build)
                 variables, key = self.values, self._next_key()
                 if jax.process_count() > 1:
                     self._compare(program, variables, key, batch)
@@ -1301,7 +1346,7 @@ class ParallelModel(SavedModel):
 
         Args:
           grads: what `value_and_grad` or `sync_gradients` returned.
-          max_norm, norm_type: positive numbers; the type may be `math.inf`.
+          max_norm, norm_type: positive numbers, or concrete scalars; the type may be `math.inf`.
           error_if_nonfinite: raise when the norm is not finite.
 
         Returns:
@@ -1312,12 +1357,13 @@ class ParallelModel(SavedModel):
         """
         from axonml_jax.training.update import Clip
 
-        if not (isinstance(max_norm, Real) and max_norm > 0 and isinstance(norm_type, Real) and norm_type > 0):
+        most, power = map(_positive, (max_norm, norm_type))
+        if most is None or power is None:
             raise ValueError(f"{max_norm=} and {norm_type=} must be positive numbers")
-        program = self._program(("clip", norm_type), lambda: Clip(self._rest, self.mesh, float(norm_type)))
-        clipped, norm = program(taken_in(grads), max_norm)
+        program = self._program(("clip", power), lambda: Clip(self._rest, self.mesh, power))
+        clipped, norm = program(taken_in(grads), most)
         if error_if_nonfinite and not bool(jax.numpy.all(jax.numpy.isfinite(norm))):
-            raise ValueError(f"the {norm_type}-norm of the gradients is {norm}: they are left as they were")
+            raise ValueError(f"the {power}-norm of the gradients is {norm}: they are left as they were")
         return handed_back((clipped if self.plan.pipe else self._outside(clipped), norm))
 
     def _outside(self, params: PyTree) -> PyTree:
