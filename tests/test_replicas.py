@@ -83,6 +83,17 @@ def test_a_flipped_bit_is_named_by_device_and_path_and_equal_replicas_are_not():
     assert compare._compiled._cache_size() == 1
 
 
+def test_which_devices_hold_the_same_is_asked_once_of_every_sharding_and_shape(monkeypatch):
+    state, _ = trained(data=2, fsdp=2)
+    compare, asked = CompareReplicas(), []
+    real = jax.sharding.NamedSharding.devices_indices_map
+    compare(state)
+    monkeypatch.setattr(
+        jax.sharding.NamedSharding, "devices_indices_map", lambda self, shape: asked.append(shape) or real(self, shape)
+    )
+    assert compare(state) == [] and not asked
+
+
 def test_only_what_is_held_more_than_once_is_compared():
     state, devices = trained(data=2, fsdp=2)
     kernel = flipped(state.params["kernel"], devices[3])
