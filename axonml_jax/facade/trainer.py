@@ -694,7 +694,7 @@ class Trainer(Generic[M]):
         Raises:
           TypeError: for one batch in the place of several.
           ValueError: when there are no batches, not a weight for each, or naming a metric whose shape is not that of other
-            batches, or what is not the same in all processes.
+            batches, one by the name of an average's, or what is not the same in all processes.
         """
         with no_mesh_around(), folding:
             from axonml_jax.training.evaluate import mean_of
@@ -710,7 +710,8 @@ class Trainer(Generic[M]):
                 for before, variables in models.items():
                     seen[before].append(to_host(self._eval(variables, batch)))
                     if len(seen[before]) == 1:
-                        self._eval.refuse_rows(variables, batch, seen[before][0])
+                        self._eval.refuse_rows(variables, batch, first := seen[before][0])
+                        _refuse_clash(first.values, [each for each in models if each])
             stacked = bool(self._placement.axes.independent)
             each = {before: mean_of(results, weights, stacked=stacked) for before, results in seen.items()}
             found = {f"{before}{name}": value for before, means in each.items() for name, value in means.items()}
@@ -922,6 +923,15 @@ def _tell_unread(trainer: Trainer, traced: Any, shapes: PyTree, *, zero: bool) -
             "the loss reads %s from a module outside of it, not from the model that it is given: they are constants and do "
             "not train. Use the model in the loss: loss_fn = lambda model, batch: ... model(batch) ...",
             ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5),
+        )
+
+
+def _refuse_clash(values: Iterable[str], prefixes: Iterable[str]) -> None:
+    """Refuse metrics by the names that those of the averaged parameters have beside them."""
+    if taken := sorted({before + name for before in prefixes for name in values} & set(values)):
+        raise ValueError(
+            f"the loss, or eval_fn, returned metrics named {taken}, by which trainer.validate returns the averaged parameters' "
+            "own (ema): give them other names"
         )
 
 
