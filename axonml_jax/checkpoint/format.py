@@ -133,9 +133,11 @@ def number(name: str, value: Any) -> float:
     """A metric as a float.
 
     Raises:
-      TypeError: when it is no number.
+      TypeError: when it is no number, or is one as text or a complex one.
     """
     try:
+        if isinstance(value, bytearray) or np.asarray(value).dtype.kind in "SUc":
+            raise TypeError
         return float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name} is a {type(value).__name__}, and must be a number") from None
