@@ -522,7 +522,7 @@ def _text_sum(content: dict[str, Any]) -> int:
 TIMEOUT = 600.0
 """Seconds to wait for the other processes of a job at a save or a restore."""
 
-_meetings = itertools.count()
+_MEETINGS, _meetings = "axonml_jax/checkpoint", itertools.count()
 
 
 class Team:
@@ -556,7 +556,8 @@ class Team:
         """
         if self.size == 1:
             return [said]
-        client, folder = coordinator_client(), f"axonml_jax/checkpoint/{next(_meetings)}/"
+        client, number = coordinator_client(), next(_meetings)
+        folder = f"{_MEETINGS}/{number}/"
         client.key_value_set(f"{folder}{self.rank}", json.dumps(said))
         try:
             client.wait_at_barrier(folder, int(1000 * self.timeout))
@@ -573,6 +574,8 @@ class Team:
                 "restore the same checkpoints in the same order"
             ) from error
         heard = dict(client.key_value_dir_get(folder))
+        if self.leads:  # all have come here, so all have heard the last one
+            client.key_value_delete(f"{_MEETINGS}/{number - 1}")
         return [json.loads(heard[f"{folder}{rank}"]) for rank in range(self.size)]
 
     def decide(self, what: str, act: Callable[[], Any]) -> Any:
