@@ -107,11 +107,11 @@ def test_only_what_is_held_more_than_once_is_compared():
 
 
 def test_it_is_said_in_words():
-    found = [UnequalReplica(5, 1, tuple("abcde"), True), UnequalReplica(6, 1, ("a",), False)]
+    found = [UnequalReplica(5, 1, tuple("abcdefg"), True), UnequalReplica(6, 1, ("a",), False)]
     said = in_words(found, 40)
     assert said.startswith(
-        "after step 40 the replicas are not equal: device 5 (process 1) differs in a, b, c and 2 more; device 6 (process 1) "
-        "differs in a, though which side is wrong is not known. "
+        "after step 40 the replicas are not equal: device 5 (process 1) differs in a, b, c, d, e and 2 more; device 6 "
+        "(process 1) differs in a, though which side is wrong is not known. "
     )
 
 

@@ -45,10 +45,6 @@ AVERAGE = "ema/"
 """What the names of a trainer's moving averages start with; the rest is their parameter's name."""
 
 
-LEFT_OUT = "left_out/"
-"""What the names of error-feedback residuals start with: one per rank, so that another number of ranks starts from zeros."""
-
-
 def leaves_of(thing: Any) -> dict[str, Leaf]:
     """Every array of a trainer, model or pytree, by name.
 

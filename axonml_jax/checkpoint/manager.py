@@ -18,7 +18,6 @@ from axonml_jax.checkpoint.format import (
     ARRAYS,
     AVERAGE,
     DIFFERENCES,
-    LEFT_OUT,
     OPTIONAL,
     SAVED_AT,
     DamagedCheckpoint,
@@ -45,7 +44,7 @@ from axonml_jax.checkpoint.retention import Retention, best_of, require_count, s
 from axonml_jax.checkpoint.saving import Failures, Saving, abandon_from, put_aside, take_over, tidy
 from axonml_jax.compat.order import no_mesh_around
 from axonml_jax.compat.versions import PACKAGES, installed
-from axonml_jax.sharding.layout import Checkpointable, Leaf
+from axonml_jax.sharding.layout import LEFT_OUT, Checkpointable, Leaf
 
 # --------------------------------------------------------------------------------------------------
 # `save` and `restore`: one checkpoint, whole, under any plan.

@@ -28,6 +28,7 @@ from axonml_jax.base import (
     named_leaves,
     naming_options,
     no_attribute,
+    some_of,
 )
 from axonml_jax.compat.jaxpr import opened
 from axonml_jax.compat.order import (
@@ -54,7 +55,7 @@ from axonml_jax.model.view import (
 )
 from axonml_jax.parallel.placement import Placement, bind_plan, check_model
 from axonml_jax.parallel.plan import Plan, in_words
-from axonml_jax.sharding.batch import refuse_tracing
+from axonml_jax.sharding.batch import refuse_tracing, shapes_of
 from axonml_jax.sharding.layout import Leaf, cast, copies, is_deleted, on_device, place, to_host
 from axonml_jax.training.callbacks import Callback, TrainingEvent, checked, tell
 from axonml_jax.training.compile import folding
@@ -105,7 +106,7 @@ class Handed:
             logger.warning(
                 "%s was changed, which does not change the parallel model: it trains its own copies of %s. Change those "
                 "by model.set_parameters(...) or model.load_state_dict(...), or change the module before the model is made",
-                *(self._what, ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")),
+                *(self._what, some_of(names)),
             )
 
 
@@ -208,8 +209,7 @@ class SavedModel(abc.ABC):
         """
         if self.hollow:
             names, every = sorted(self._unset), named_variables(self._functional, self._functional.shapes)
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            some = f" for {', '.join(names[:5])}{more}" if len(names) < len(every) else ""
+            some = f" for {some_of(names)}" if len(names) < len(every) else ""
             raise ValueError(
                 f"the model was given as shapes and has no values yet{some}: load_state_dict, load_pretrained, or restore a "
                 "checkpoint first"
@@ -651,7 +651,7 @@ class Trainer(Generic[M]):
         self._made = None if made is None else made + 1
         if self._seen is None:
             _look_at(self, metrics["grad_norm"], batch)
-        self._seen = _shapes(batch)
+        self._seen = shapes_of(batch)
         self._tell("on_step", metrics=metrics)
         return metrics
 
@@ -758,7 +758,7 @@ class Trainer(Generic[M]):
             placed = place(key, jax.sharding.PartitionSpec(), model.mesh)
             loss, metrics, grads, _ = program(variables, placed, batch)
             zero = not any(map(np.any, jax.tree.leaves(to_host(grads))))
-            _tell_unread(self, program.trace(variables, placed, batch), _shapes(batch), zero=zero)
+            _tell_unread(self, program.trace(variables, placed, batch), shapes_of(batch), zero=zero)
             got = {"loss": loss, "metrics": metrics, "gradients": program.rest.outside(grads, model.mesh)}
             (loss, metrics), grads = plainly(view, self._loss_fn, mode, whole, shard_key(key, 0, 0), given)
             found = compared(got, {"loss": loss, "metrics": metrics, "gradients": grads}, is_low(placement))
@@ -845,7 +845,7 @@ class Trainer(Generic[M]):
         """
         with no_mesh_around(), folding:
             self.train_step.check(batch := host_arrays(batch))
-            return self.train_step.trace(self.state, _shapes(batch))
+            return self.train_step.trace(self.state, shapes_of(batch))
 
     @no_mesh_around()
     def compiled_memory(self) -> int | None:
@@ -886,7 +886,7 @@ def _replicas_anew(trainer: Trainer, state: TrainState) -> TrainState:
 @no_mesh_around()
 def _look_at(trainer: Trainer, norm: jax.Array, batch: PyTree) -> None:
     """Run `_tell_unread` for the first step, with its gradient norm; this waits for that step to finish."""
-    zero, shapes = not any(np.any(np.asarray(shard.data)) for shard in norm.addressable_shards), _shapes(batch)
+    zero, shapes = not any(np.any(np.asarray(shard.data)) for shard in norm.addressable_shards), shapes_of(batch)
     traced = trainer.train_step.as_written(trainer.state, shapes) if trainer.model._held_outside else None
     _tell_unread(trainer, traced, shapes, zero=zero)
 
@@ -922,7 +922,7 @@ def _tell_unread(trainer: Trainer, traced: Any, shapes: PyTree, *, zero: bool) -
         logger.warning(
             "the loss reads %s from a module outside of it, not from the model that it is given: they are constants and do "
             "not train. Use the model in the loss: loss_fn = lambda model, batch: ... model(batch) ...",
-            ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5),
+            some_of(names),
         )
 
 
@@ -950,10 +950,6 @@ def _of_arrays(model: Any, batch: PyTree) -> PyTree:
             'predict_fn=lambda model, batch: model(batch["x"])'
         )
     return model(batch)
-
-
-def _shapes(batch: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x)), batch)
 
 
 def _plan_of(model: Any, view: Functional, given: Any, params: PyTree | None, split: PyTree) -> Plan:

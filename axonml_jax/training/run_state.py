@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from axonml_jax.base import PyTree, named_leaves
+from axonml_jax.base import PyTree, named_leaves, some_of
 from axonml_jax.model.view import Functional, Variables
 from axonml_jax.parallel.placement import Placement, in_round
 from axonml_jax.sharding.layout import HOST, Leaf, cast, copies, movable, place, to_device_memory, to_host
@@ -240,10 +240,9 @@ class UnequalReplica:
     certain: bool
 
     def __str__(self) -> str:
-        more = f" and {len(self.names) - _SHOWN} more" if len(self.names) > _SHOWN else ""
         who = f"device {self.device} (process {self.process})"
         doubt = "" if self.certain else ", though which side is wrong is not known"
-        return f"{who} differs in {', '.join(self.names[:_SHOWN])}{more}{doubt}"
+        return f"{who} differs in {some_of(self.names)}{doubt}"
 
 
 class CompareReplicas:
