@@ -126,7 +126,7 @@ def refuse_not_held(leaves: dict[str, Any], *, keys: bool = True) -> None:
 _SHOWN = 5
 
 
-def some_of(names: list[str], between: str = ", ") -> str:
+def some_of(names: Sequence[str], between: str = ", ") -> str:
     """The first few of some names, and how many more there are."""
     more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
     return between.join(names[:_SHOWN]) + more

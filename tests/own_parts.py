@@ -107,6 +107,11 @@ def columns(n=64, seed=0):
     return {"x": x, "y": x.sum(1)}
 
 
+def mixture(n=64):
+    """Two sources, the first with nine of ten rows."""
+    return ax.mix({"a": columns(n), "b": columns(n, 1)}, {"a": 0.9, "b": 0.1})
+
+
 def spoiled(n, bad):
     """Columns in which some rows have targets that are far off."""
     found = columns(n)

@@ -163,3 +163,14 @@ CASES: dict[str, Case] = {
     "linen_masked": Case(LinenNet, masked_loss, regression, linen=True),
     "linen_dropout": Case(LinenDropout, weighted_loss, regression, linen=True),
 }
+
+
+def unstacked(values):
+    """The inverse of `axonml_jax.models.transformer.stacked`."""
+    found = {}
+    for name, value in values.items():
+        if name.startswith("blocks/layer/"):
+            found |= {name.replace("/layer/", f"/{i}/", 1): part for i, part in enumerate(np.asarray(value))}
+        else:
+            found[name] = value
+    return found

@@ -54,6 +54,18 @@ REFUSED = {
     ),
     "a number as key": ({"about": {1: 2}}, TypeError, "the key 1 of about"),
     "a function": ({"about": {"key": jax.random.key}}, TypeError, "a checkpoint keeps plain values"),
+    "a number as text": ({"metrics": {"loss": "0.5"}}, TypeError, r"metrics\['loss'\] is a str, and must be a number"),
+    "a number as text of NumPy": (
+        {"metrics": {"loss": np.array("0.5")}},
+        TypeError,
+        r"\['loss'\] is a ndarray, and must",
+    ),
+    "a complex metric": ({"metrics": {"loss": np.complex64(1j)}}, TypeError, r"\['loss'\] is a complex64, and must be"),
+    "entries of the library's": (
+        {"about": {"saved_at": 0.0, "mesh": {}, "who": "me"}},
+        ValueError,
+        r"about has 'mesh', 'saved_at', .*: give them other names",
+    ),
     "a metric of text": ({"metrics": {"loss": "low"}}, TypeError, r"metrics\['loss'\] is a str, and must be a number"),
 }
 

@@ -15,7 +15,7 @@ import axonml_jax as ax
 from axonml_jax.cli import tasks as text_task
 from axonml_jax.config.config import SampleConfig
 from axonml_jax.config.sections import DataConfig
-from axonml_jax.data.documents import Document, PackedDocuments, best_fit, cut
+from axonml_jax.data.documents import Document, PackedDocuments, TextSoFar, best_fit, cut
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
 
@@ -112,6 +112,45 @@ def test_nothing_is_added_between_a_prompt_and_its_completion(tmp_path):
     pair = [{"prompt": "the cat", "completion": "sat"}]
     rows = ax.pack(pair, 4, tokenizer, prompt_field="prompt", completion_field="completion")
     assert rows[0]["tokens"].tolist() == [0, 2, 3, 0] and rows[0]["targets"].tolist() == [-1, -1, 4, -1]
+
+
+LLAMA = [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
+LLAMA += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]
+DECODERS = {
+    "bytes": None,
+    "spaces": (None, "the cat s at on"),
+    "metaspace": ({"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"}, "▁the ▁cat s ▁ ."),
+    "llama": (
+        {"type": "Sequence", "decoders": LLAMA},
+        "▁the ▁c at ▁ . <0xC3> <0xA9> <0xE2> <0x82> <0xAC> <0x41> <0x0A>",
+    ),
+    "wordpiece": ({"type": "WordPiece", "prefix": "##", "cleanup": True}, "the cat ##s . , do n't 's !"),
+    "byte level": ({"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True}, "Ġthe at Ã © â Ĥ ¬ Ġ . ĠÃ"),
+}
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_text_comes_piece_by_piece_as_of_all_tokens_and_each_is_decoded_a_few_times(decoder, tmp_path):
+    if decoder == "bytes":
+        tokenizer, ids = ax.load_tokenizer(), [*"né€ a".encode(), 0xC3, 0xE2, 0xFF]
+    else:
+        pytest.importorskip("tokenizers")
+        rules, words = json.loads(write_tokenizer(tmp_path).read_text()), DECODERS[decoder][1].split()
+        rules["model"]["vocab"] = {word: i for i, word in enumerate(["<unk>", "</s>", *words])}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(rules | {"decoder": DECODERS[decoder][0]}))
+        tokenizer, ids = ax.load_tokenizer(tmp_path), range(1, len(words) + 2)
+    decoded = []
+    counting = types.SimpleNamespace(decode=lambda some: decoded.append(len(some)) or tokenizer.decode(some))
+    for seed in range(20):
+        drawn, taken, known = np.random.default_rng(seed).choice(ids, 60).tolist(), 0, 0
+        decoded.clear()
+        text = TextSoFar(counting)
+        for n in (*range(seed, 60), 61):
+            whole = tokenizer.decode(drawn[:n])
+            whole = whole if n == 61 else whole.rstrip("\N{REPLACEMENT CHARACTER}")
+            assert text.add(drawn[taken:n], final=n == 61) == whole[known:]
+            taken, known = n, max(known, len(whole))
+        assert sum(decoded) < 12 * 60
 
 
 def test_samples_follow_their_prompt_and_end_with_their_document(tmp_path, monkeypatch):

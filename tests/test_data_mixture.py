@@ -5,6 +5,7 @@ import math
 import pickle
 import weakref
 from collections import Counter
+from fractions import Fraction
 
 import jax
 import numpy as np
@@ -130,6 +131,10 @@ def test_what_is_no_mixture_is_refused():
     for weight in (math.inf, math.nan, "3"):
         with pytest.raises(ValueError, match=r"the weight of 'a' is .*: must be positive, and a finite number"):
             ax.mix({"a": Numbers(1)}, {"a": weight})
+    tiny = {"a": 1, "b": 1e-9, "c": 1e-6, "d": Fraction(1, 10**8)}
+    with pytest.raises(ValueError, match=r"the shares of 'b' and 'd' are below one in 1,048,576") as error:
+        ax.mix({name: Numbers(1) for name in tiny}, tiny)
+    assert "'c'" not in str(error.value)
     with pytest.raises(ValueError, match="'a' must hold samples"):
         ax.mix({"a": Numbers(0)}, {"a": 1})
     mixed = iter(ax.mix({"a": iter(range(2)), "b": Numbers(9)}, {"a": 1, "b": 1}))

@@ -204,6 +204,15 @@ def test_what_cannot_be_is_refused(tmp_path):
         training.step(BATCH)
 
 
+def test_a_metric_by_the_name_of_an_averages_is_refused():
+    named = lambda model, batch: (loss := squares(model, batch), {"ema_loss": loss, "ema_x": loss})
+    training = trainer(eval_fn=named)
+    with pytest.raises(ValueError, match=r"metrics named \['ema_loss'\].* give them other names"):
+        training.validate([BATCH])
+    with training.averaged():
+        assert training.validate([BATCH]).keys() == {"loss", "ema_loss", "ema_x"}
+
+
 SMALL = {"vocab_size": 256, "num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_length": 8, "mlp_hidden_size": 16}
 
 

@@ -6,6 +6,10 @@ import gc
 import json
 import os
 import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +17,7 @@ import pytest
 
 import axonml_jax as ax
 from axonml_jax.checkpoint import saving
-from axonml_jax.checkpoint.format import Team
+from axonml_jax.checkpoint.format import Manifest, Team
 from axonml_jax.checkpoint.saving import Failures, cause_of
 from axonml_jax.cli.records import Csv, JsonLines, Patient, read_records
 from axonml_jax.cli.run import Record
@@ -242,6 +246,52 @@ def test_a_process_that_ends_during_a_save_is_named_in_the_place_of_a_timeout(mo
     team.rank = 1
     with pytest.raises(OSError, match=gone + "while the others were writing"):
         led._hear_outcome()
+
+
+class Mailbox:
+    """A coordinator's keys."""
+
+    def __init__(self):
+        self.values, self.news = {}, threading.Condition()
+
+    def key_value_set(self, key, value):
+        with self.news:
+            self.values[key] = value
+            self.news.notify_all()
+
+    def blocking_key_value_get(self, key, timeout_in_ms):
+        with self.news:
+            if not self.news.wait_for(lambda: key in self.values, timeout_in_ms / 1000):
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+        return self.values[key]
+
+
+@pytest.mark.parametrize("where", [None, "write", "commit"])
+def test_the_others_wait_as_long_as_process_0_commits_and_hear_of_its_end(where, tmp_path, monkeypatch):
+    mailbox, limit = Mailbox(), 0.3
+    monkeypatch.setattr(saving, "coordinator_client", lambda: mailbox)
+    monkeypatch.setattr(saving, "_AS_LONG_AS_IT_TAKES", 5.0)
+    failed = lambda at: (lambda *_: (_ for _ in ()).throw(TimeoutError("gone"))) if where == at else lambda *_: {}
+    monkeypatch.setattr(saving, "checksums", lambda folder: time.sleep(3 * limit) or failed("commit")())
+
+    def finish(rank):
+        one = saving.Saving.__new__(saving.Saving)
+        one._team, one._told = Team(limit), False
+        one._team.size, one._team.rank = 2, rank
+        one._saver = SimpleNamespace(wait_until_finished=failed("write") if rank == 0 else lambda: None)
+        one._owner, one._shared, one._verify = SimpleNamespace(check=lambda: None), True, False
+        one._manifest, one._key, one._links = Manifest(), "key", contextlib.ExitStack()
+        one._placed = one._committed = one._unstarted = one._error = None
+        one.folder = tmp_path / "saved"
+        one._unfinished = one._written_at = tmp_path / "saved.saving"
+        one._finish()
+        return one._error
+
+    (tmp_path / "saved.saving").mkdir()
+    with ThreadPoolExecutor(2) as pool:
+        errors = list(pool.map(finish, range(2)))
+    assert (tmp_path / "saved").exists() == (where is None) and not (tmp_path / "saved.saving").exists()
+    assert list(map(str, errors)) == (["None"] * 2 if where is None else ["gone", "on process 0: gone"])
 
 
 @pytest.mark.parametrize("kind", [JsonLines, Csv])

@@ -1,8 +1,10 @@
 """The FSDP facade: strategies, offload, float16, clipping, whole parameters, memory by formula, refusals."""
 
 import dataclasses
+import gc
 import math
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from meshes import mesh_of
 from plan_models import CASES, DropoutMLP, TiedNet, mean_loss, regression, tokens
 
 import axonml_jax as ax
+from axonml_jax.facade import trainer as trainer_module
 from axonml_jax.strategies.strategy import units
 from axonml_jax.testing.equality import assert_trees_close
 from axonml_jax.training.nonfinite import LossScale
@@ -200,8 +203,43 @@ def test_norms_that_are_not_finite_are_named(mesh):
     assert np.isnan(model.clip_grad_norm(grads, 1.0)[1])
     with pytest.raises(ValueError, match=r"2\.0-norm of the gradients is nan"):
         model.clip_grad_norm(grads, 1.0, error_if_nonfinite=True)
-    with pytest.raises(ValueError, match="max_norm=0"):
-        model.clip_grad_norm(grads, 0)
+    for wrong in (0, jnp.float32(0), "1", jnp.ones(1), math.nan):
+        with pytest.raises(ValueError, match=r"max_norm=.* must be positive numbers"):
+            model.clip_grad_norm(grads, wrong)
+
+
+@pytest.mark.parametrize("scalar", [jnp.float32, np.float32, np.array])
+def test_norms_may_be_concrete_scalars(mesh, scalar):
+    model = ax.FSDP(DropoutMLP(nnx.Rngs(0)), mesh)
+    grads = jax.tree.map(jnp.ones_like, model.parameters())
+    found, wanted = model.clip_grad_norm(grads, scalar(0.5), scalar(2.0)), model.clip_grad_norm(grads, 0.5)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+USES = {
+    "value_and_grad": (
+        lambda trainer, fun: trainer.model.value_and_grad(fun)(regression(12))[0],
+        lambda *given: mean_loss(*given)[0],
+    ),
+    "predict": (lambda trainer, fun: trainer.predict([regression(12)], fun), lambda model, batch: model(batch["x"])),
+}
+
+
+@pytest.mark.parametrize("call", USES)
+def test_programs_of_functions_are_dropped_but_for_those_used_last(call, mesh, monkeypatch, caplog):
+    monkeypatch.setattr(trainer_module, "_KEPT", 2, raising=False)
+    model, (use, fun) = ax.FSDP(DropoutMLP(nnx.Rngs(0)), mesh), USES[call]
+    model.eval()
+    trainer = model.trainer(optax.sgd(0.1), mean_loss)
+    functions = [lambda *given, by=by: (by + 1) * fun(*given) for by in range(4)]
+    known, wanted = list(map(weakref.ref, functions)), use(trainer, functions[0])
+    while functions:
+        np.testing.assert_allclose(use(trainer, functions[0]), (5 - len(functions)) * wanted, rtol=1e-6)
+        del functions[0]
+    gc.collect()
+    assert [function() is not None for function in known] == [False, False, True, True]
+    [told] = [each for each in caplog.messages if "define it once" in each]
+    assert call in told
 
 
 def test_whole_parameters_are_given_and_changes_written_back(mesh):

@@ -15,7 +15,7 @@ from axonml_jax.cli.records import read_records
 from axonml_jax.config.config import NEWEST, NotYaml, plain_yaml, settings_at, yaml_in
 from axonml_jax.layers.options import LatentConfig, RopeScaling
 from axonml_jax.models.config import ExpertsConfig, TransformerConfig
-from axonml_jax.models.families.known import config_of, described_in, description_of
+from axonml_jax.models.families.known import config_of, described_in, family_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -144,7 +144,8 @@ def test_a_file_that_is_none_is_named_and_a_pipe_is_not_waited_for(folder):
         ax.load_safetensors(folder)
 
 
-PUBLISHED = description_of(TransformerConfig(vocab_size=11, num_layers=2, hidden_size=8, num_heads=2, max_length=6))
+TINY = TransformerConfig(vocab_size=11, num_layers=2, hidden_size=8, num_heads=2, max_length=6)
+PUBLISHED = family_of(TINY).describe(TINY)
 WRONG = {
     "a key that is not there": ({"vocab_size": ...}, "config.json lacks 'vocab_size', which a llama needs"),
     "text for a number": ({"hidden_size": "8"}, "config.json is not what a llama writes"),

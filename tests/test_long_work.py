@@ -66,6 +66,32 @@ def test_all_wait_as_long_as_any_of_them_works(monkeypatch):
         assert list(pool.map(works, range(3))) == [[0, 1, 2]] * 3
 
 
+def test_what_was_told_is_deleted_once_all_have_heard_it(monkeypatch):
+    class Coordinator:
+        def __init__(self):
+            self.values, self.rank = {}, 0
+
+        def key_value_set(self, key, value):
+            self.values |= {key: value, f"{key[:-1]}{1 - self.rank}": value}
+
+        def wait_at_barrier(self, name, timeout_in_ms):
+            return
+
+        def key_value_dir_get(self, folder):
+            return [(key, value) for key, value in self.values.items() if key.startswith(folder)]
+
+        def key_value_delete(self, folder):
+            assert self.rank == 0
+            self.values = {key: value for key, value in self.values.items() if not key.startswith(f"{folder}/")}
+
+    for rank in (0, 1):
+        client, team = Coordinator(), long_work.Team()
+        team.size, team.rank, client.rank = 2, rank, rank
+        monkeypatch.setattr(long_work, "coordinator_client", lambda client=client: client)
+        assert [team.tell_all("count", n) for n in range(12)] == [[n, n] for n in range(12)]
+        assert len(client.values) == (24 if rank else 2)
+
+
 STALLED = """
 from axonml_jax.checkpoint import object_store
 assert object_store._STALLED == "30"

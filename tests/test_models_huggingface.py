@@ -15,7 +15,7 @@ from flax import nnx
 import axonml_jax as ax
 from axonml_jax.layers.options import LatentConfig, RopeScaling
 from axonml_jax.models.config import GEMMA, GPT2, ExpertsConfig, TransformerConfig, preset
-from axonml_jax.models.families.known import config_of, description_of
+from axonml_jax.models.families.known import config_of, family_of
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.models.weights import check_pretrained, load_pretrained, pretrained, read_pretrained, write_pretrained
 
@@ -70,6 +70,12 @@ CONFIGS = {
         **SIZES, mlp_hidden_size=12, experts=ExpertsConfig(num_experts=4), scan_layers=True
     ),
 }  # fmt: skip
+
+
+def description_of(config):
+    return family_of(config).describe(config)
+
+
 DEEPSEEK = description_of(CONFIGS["deepseek_v3"])
 REFERENCE = Path(__file__).with_name("workers") / "hf_reference.py"
 PYTHON = os.environ.get("AXONML_TRANSFORMERS_PYTHON") or (

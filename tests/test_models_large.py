@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from plan_models import unstacked
 from predicted_steps import step_of
 
 import axonml_jax as ax
@@ -19,7 +20,7 @@ from axonml_jax.layers.attention import attend
 from axonml_jax.layers.losses import chunked_cross_entropy
 from axonml_jax.models.config import TransformerConfig, even_chunk, preset
 from axonml_jax.models.generate import generate
-from axonml_jax.models.transformer import Transformer, cross_entropy, stacked, unstacked
+from axonml_jax.models.transformer import Transformer, cross_entropy, stacked
 
 TINY = TransformerConfig(
     vocab_size=23, num_layers=2, hidden_size=8, num_heads=2, num_kv_heads=1, max_length=6, param_dtype="float64"

@@ -11,7 +11,7 @@ from flax import nnx
 
 import axonml_jax as ax
 from axonml_jax.config.config import import_problems, named_paths
-from axonml_jax.config.objects import find, make, make_optimizer, moments, require_members
+from axonml_jax.config.objects import find, made_by, make, make_optimizer, moments, require_members
 from axonml_jax.config.sections import OptimConfig
 
 PARAMS = {"up": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(4)}, "embed": jnp.ones((8, 3))}
@@ -173,6 +173,15 @@ def test_nothing_is_imported_that_the_user_has_not_named(tmp_path, monkeypatch):
     assert import_problems({"class_path": "os"}, ()) == [
         "class_path=os: must be the dotted path of a class or function, such as optax.adafactor"
     ]
+
+
+@pytest.mark.parametrize("value", [{"paths": ["a.txt"]}, {"not_paths": ["b"]}, {"matrices": 3}])
+def test_a_mask_is_one_on_the_optimizers_path_alone(value, tmp_path, monkeypatch):
+    (tmp_path / "kept_by_test.py").write_text("def keep(given):\n    return given\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    described = {"class_path": "kept_by_test.keep", "init_args": {"given": value}}
+    assert make(described, "callbacks[0]") == made_by(described, "data")() == value
+    assert make({"class_path": "kept_by_test.keep", "init_args": {"given": [value]}}, "callbacks[0]") == [value]
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,7 @@ def test_a_loss_of_several_arguments_gets_what_the_step_is_called_with(wanted):
     value, _ = ax.DDP(Net(), mesh_of(data=2)).value_and_grad(loss)(BATCH["x"], BATCH["y"])
     np.testing.assert_allclose(value, wanted[0], atol=FLOAT32)
     ax.testing.assert_equals_single_device(Net(), loss, [(X, BATCH["y"])], ax.Plan(), mesh=mesh_of(data=2))
+    ax.testing.assert_equals_single_device(Net(), loss, (X, BATCH["y"]), ax.Plan(), mesh=mesh_of(data=2), steps=2)
     allowed = ax.mixing_rows(loss, two_sweeps=True)
     plan = ax.Plan(accumulate=2)
     found = ax.parallelize(Net(), mesh_of(data=2), plan).trainer(optax.sgd(0.1), allowed).step(X, BATCH["y"])["loss"]

@@ -318,6 +318,8 @@ REFUSED = {
     "data.valid_fraction has no effect beside valid": {"data": COLUMNS | {"valid_fraction": 0.2}},
     "data.init_args has no effect without class_path": {"data": {"init_args": {}}},
     "data.class_path=own_parts.texts: JAX arrays cannot hold these leaves": {"data": {"class_path": "own_parts.texts"}},
+    "data.class_path=own_parts.mixture: makes a Mixture, whose own order of samples": {
+        "data": {"class_path": "own_parts.mixture"}},
     "makes an iterator, which gives its samples once": {"data": {"class_path": "own_parts.once"}},
     "data.valid.class_path=own_parts.once: makes an iterator": {"data": STREAM | {"valid": {"class_path": "own_parts.once"}}},
     "data.valid can only be iterated over, and may be endless: give train.eval_batches": {"data": STREAM | {"valid": STREAM}},

@@ -83,6 +83,17 @@ def test_a_flipped_bit_is_named_by_device_and_path_and_equal_replicas_are_not():
     assert compare._compiled._cache_size() == 1
 
 
+def test_which_devices_hold_the_same_is_asked_once_of_every_sharding_and_shape(monkeypatch):
+    state, _ = trained(data=2, fsdp=2)
+    compare, asked = CompareReplicas(), []
+    real = jax.sharding.NamedSharding.devices_indices_map
+    compare(state)
+    monkeypatch.setattr(
+        jax.sharding.NamedSharding, "devices_indices_map", lambda self, shape: asked.append(shape) or real(self, shape)
+    )
+    assert compare(state) == [] and not asked
+
+
 def test_only_what_is_held_more_than_once_is_compared():
     state, devices = trained(data=2, fsdp=2)
     kernel = flipped(state.params["kernel"], devices[3])
@@ -96,11 +107,11 @@ def test_only_what_is_held_more_than_once_is_compared():
 
 
 def test_it_is_said_in_words():
-    found = [UnequalReplica(5, 1, tuple("abcde"), True), UnequalReplica(6, 1, ("a",), False)]
+    found = [UnequalReplica(5, 1, tuple("abcdefg"), True), UnequalReplica(6, 1, ("a",), False)]
     said = in_words(found, 40)
     assert said.startswith(
-        "after step 40 the replicas are not equal: device 5 (process 1) differs in a, b, c and 2 more; device 6 (process 1) "
-        "differs in a, though which side is wrong is not known. "
+        "after step 40 the replicas are not equal: device 5 (process 1) differs in a, b, c, d, e and 2 more; device 6 "
+        "(process 1) differs in a, though which side is wrong is not known. "
     )
 
 

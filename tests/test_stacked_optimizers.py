@@ -8,6 +8,7 @@ import pytest
 import yaml
 from flax import nnx
 from meshes import mesh_of
+from plan_models import unstacked
 
 import axonml_jax as ax
 from axonml_jax.base import named_leaves
@@ -18,7 +19,7 @@ from axonml_jax.config.objects import make_optimizer
 from axonml_jax.config.sections import OptimConfig
 from axonml_jax.model.view import functionalize
 from axonml_jax.models.config import ExpertsConfig, TransformerConfig
-from axonml_jax.models.transformer import Stack, Transformer, stacked, unstacked
+from axonml_jax.models.transformer import Stack, Transformer, stacked
 
 SIZES = {"vocab_size": 16, "num_layers": 2, "hidden_size": 8, "num_heads": 2, "mlp_hidden_size": 12, "max_length": 8}
 DECAYS = {"class_path": "optax.add_decayed_weights", "init_args": {"weight_decay": 0.5, "mask": {"matrices": True}}}

@@ -45,10 +45,6 @@ AVERAGE = "ema/"
 """What the names of a trainer's moving averages start with; the rest is their parameter's name."""
 
 
-LEFT_OUT = "left_out/"
-"""What the names of error-feedback residuals start with: one per rank, so that another number of ranks starts from zeros."""
-
-
 def leaves_of(thing: Any) -> dict[str, Leaf]:
     """Every array of a trainer, model or pytree, by name.
 
@@ -133,9 +129,11 @@ def number(name: str, value: Any) -> float:
     """A metric as a float.
 
     Raises:
-      TypeError: when it is no number.
+      TypeError: when it is no number, or is one as text or a complex one.
     """
     try:
+        if isinstance(value, bytearray) or np.asarray(value).dtype.kind in "SUc":
+            raise TypeError
         return float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name} is a {type(value).__name__}, and must be a number") from None
@@ -520,7 +518,7 @@ def _text_sum(content: dict[str, Any]) -> int:
 TIMEOUT = 600.0
 """Seconds to wait for the other processes of a job at a save or a restore."""
 
-_meetings = itertools.count()
+_MEETINGS, _meetings = "axonml_jax/checkpoint", itertools.count()
 
 
 class Team:
@@ -554,7 +552,8 @@ class Team:
         """
         if self.size == 1:
             return [said]
-        client, folder = coordinator_client(), f"axonml_jax/checkpoint/{next(_meetings)}/"
+        client, number = coordinator_client(), next(_meetings)
+        folder = f"{_MEETINGS}/{number}/"
         client.key_value_set(f"{folder}{self.rank}", json.dumps(said))
         try:
             client.wait_at_barrier(folder, int(1000 * self.timeout))
@@ -571,6 +570,8 @@ class Team:
                 "restore the same checkpoints in the same order"
             ) from error
         heard = dict(client.key_value_dir_get(folder))
+        if self.leads:  # all have come here, so all have heard the last one
+            client.key_value_delete(f"{_MEETINGS}/{number - 1}")
         return [json.loads(heard[f"{folder}{rank}"]) for rank in range(self.size)]
 
     def decide(self, what: str, act: Callable[[], Any]) -> Any:

@@ -18,7 +18,6 @@ from axonml_jax.checkpoint.format import (
     ARRAYS,
     AVERAGE,
     DIFFERENCES,
-    LEFT_OUT,
     OPTIONAL,
     SAVED_AT,
     DamagedCheckpoint,
@@ -45,7 +44,7 @@ from axonml_jax.checkpoint.retention import Retention, best_of, require_count, s
 from axonml_jax.checkpoint.saving import Failures, Saving, abandon_from, put_aside, take_over, tidy
 from axonml_jax.compat.order import no_mesh_around
 from axonml_jax.compat.versions import PACKAGES, installed
-from axonml_jax.sharding.layout import Checkpointable, Leaf
+from axonml_jax.sharding.layout import LEFT_OUT, Checkpointable, Leaf
 
 # --------------------------------------------------------------------------------------------------
 # `save` and `restore`: one checkpoint, whole, under any plan.
@@ -145,7 +144,7 @@ def save(
       step: the `TrainStep` that a `TrainState` belongs to; it knows their whole shapes.
       data: a data loader, whose position is kept.
       metrics: of the run at this point.
-      about: plain values for whoever reads `checkpoint.json`.
+      about: plain values for whoever reads `checkpoint.json`; plan, mesh, processes, versions and saved_at are taken.
       replace: take the place of a checkpoint that is there already, or of an empty folder; anything else is refused.
       verify: read the files again from the disk, past the system's cache, before the checkpoint counts.
 
@@ -333,6 +332,9 @@ def _versions() -> dict[str, str | None]:
     return {name: installed(name) for name in PACKAGES}
 
 
+_LIBRARYS = frozenset({"plan", "mesh", "processes", "versions", SAVED_AT})
+
+
 def manifest_of(
     state: Any,
     leaves: Mapping[str, Leaf],
@@ -345,8 +347,13 @@ def manifest_of(
     """Make the manifest of a checkpoint that is to be saved.
 
     Raises:
-      ValueError: for a model that was given as shapes and has no values yet, or its trainer.
+      ValueError: for a model that was given as shapes and has no values yet, or its trainer; for names in `about` that the
+        library's own entries have.
     """
+    if taken := sorted(_LIBRARYS.intersection(about or ())):
+        raise ValueError(
+            f"about has {', '.join(map(repr, taken))}, names of a checkpoint's own entries: give them other names"
+        )
     if getattr(state, "hollow", False):
         raise ValueError(
             f"this {type(state).__name__}'s model was given as shapes and has no values yet: there is nothing to save"
@@ -479,7 +486,7 @@ class CheckpointManager:
           state: see `ax.save`.
           data: the data loader.
           metrics: of this step; the best checkpoint is chosen by them.
-          about: plain values for whoever reads `checkpoint.json`.
+          about: plain values for whoever reads `checkpoint.json`; plan, mesh, processes, versions and saved_at are taken.
           force: save in any case, unless this step is saved already.
 
         Returns:

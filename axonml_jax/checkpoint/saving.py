@@ -234,7 +234,9 @@ def _forget(path: Path) -> None:
 # --------------------------------------------------------------------------------------------------
 
 _numbers = itertools.count()
-_AS_LONG_AS_IT_TAKES = 86_400.0  # every request of an object store has its own limit, and a dead process ends the wait
+# The main process reads the whole checkpoint once or twice, and may send it to an object store, each request of which has a
+# limit; its death ends the wait.
+_AS_LONG_AS_IT_TAKES = 86_400.0
 _ROOM_FILE, _ROOM = "room", 1 << 16  # bytes that must be free: less than the smallest checkpoint takes
 
 
@@ -280,6 +282,7 @@ class Saving:
         self._unfinished = folder.with_name(folder.name + SAVING)
         self._owner, self._shared, self._verify = owner, owner is not None, verify
         self._error: BaseException | None = None
+        self._told = False
         try:
             team.decide(f"save {folder}", lambda: self._make_room(replace, begun))
         except FileExistsError:
@@ -361,6 +364,8 @@ class Saving:
         except BaseException as error:
             self._error = error
             self._abandon()
+            with contextlib.suppress(Exception):  # the coordinator may be what has failed
+                self._tell_outcome(error)
         else:
             self._let_go()
         finally:
@@ -396,8 +401,7 @@ class Saving:
                 self._placed()
         except Exception as raised:
             error = raised
-        if self._team.size > 1:
-            coordinator_client().key_value_set(self._key, ":".join(describe(error)) if error else "")
+        self._tell_outcome(error)
         if error:
             raise error
         # Let go of the manager, which holds this.
@@ -412,11 +416,16 @@ class Saving:
                     error,
                 )
 
+    def _tell_outcome(self, error: BaseException | None) -> None:
+        """In the main process: tell the others, who wait for it, how the save ended; once."""
+        if self._team.leads and self._team.size > 1 and not self._told:
+            self._told = True
+            coordinator_client().key_value_set(self._key, ":".join(describe(error)) if error else "")
+
     def _hear_outcome(self) -> None:
         if not self._team.leads:
-            seconds = self._team.timeout if self._placed is None else _AS_LONG_AS_IT_TAKES
             try:
-                said = coordinator_client().blocking_key_value_get(self._key, int(1000 * seconds))
+                said = coordinator_client().blocking_key_value_get(self._key, int(1000 * _AS_LONG_AS_IT_TAKES))
             except Exception as error:
                 raise lost_in_save(error) from error
             if said:

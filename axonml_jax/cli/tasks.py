@@ -255,13 +255,19 @@ def read_own(config: DataConfig, batch_size: int) -> OwnSplit:
     """Make the data that the section `data` names; reads one sample for the shapes of a batch.
 
     Raises:
-      ValueError: for a path or arguments that do not fit, an object that is no dataset, too few samples, or a sample that is
-        not made of numbers.
+      ValueError: for a path or arguments that do not fit, an object that is no dataset, too few samples, an order of
+        its own without `data.valid`, or a sample that is not made of numbers.
     """
     described = {"class_path": config.class_path, "init_args": config.init_args or {}}
     train = _source(described, "data")
     valid = None if config.valid is None else _source(config.valid, "data.valid")
     if valid is None and not isinstance(train, Stream):
+        if hasattr(train, "order_of"):
+            raise ValueError(
+                f"data.class_path={config.class_path}: makes a {type(train).__name__}, whose own order of samples, with shares "
+                "or repetitions, a split into training and validation samples would lose: give data.valid, a class_path and "
+                "its init_args"
+            )
         train, valid = _divided(train, config.valid_fraction)
     return OwnSplit(train, valid, _batch(train, batch_size, config))
 

@@ -152,19 +152,19 @@ def find(path: str, key: str) -> Any:
     return found
 
 
-def make(value: Any, key: str, given: Mapping[str, Any] | None = None, stacks: Stacks = NO_STACKS) -> Any:
-    """Make every object that a value describes, from the inside out; a mask (`is_mask`) becomes a function of parameters.
+def make(value: Any, key: str, given: Mapping[str, Any] | None = None, stacks: Stacks | None = None) -> Any:
+    """Make every object that a value describes, from the inside out; an optimizer's masks become functions of parameters.
 
     Args:
       value: of a configuration.
       key: of the value, for messages.
       given: arguments for the outermost object that it does not have and takes.
-      stacks: of the model, for masks of matrices.
+      stacks: of the model, for masks of matrices; None: not of an optimizer, and nothing is a mask (`is_mask`).
 
     Raises:
       ValueError: for what cannot be found, and arguments that it does not take or lacks.
     """
-    if is_mask(value):
+    if stacks is not None and is_mask(value):
         return leaf_mask(value, key, stacks)
     if isinstance(value, list | tuple):
         return [make(inner, f"{key}[{number}]", stacks=stacks) for number, inner in enumerate(value)]
@@ -203,7 +203,7 @@ def takes(factory: Callable, name: str) -> bool:
     return name in _parameters(factory)
 
 
-def _described(value: Mapping[str, Any], key: str, stacks: Stacks = NO_STACKS) -> tuple[Callable, dict[str, Any]]:
+def _described(value: Mapping[str, Any], key: str, stacks: Stacks | None = None) -> tuple[Callable, dict[str, Any]]:
     """The class or function of a description, and its arguments, with the objects in them made."""
     if strange := sorted(set(value) - {"class_path", "init_args"}):
         raise ValueError(f"{key}: {', '.join(strange)} beside class_path; arguments go under init_args")

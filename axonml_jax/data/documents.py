@@ -426,7 +426,7 @@ _INCOMPLETE = "\ufffd"
 
 
 class TextSoFar:
-    """Returns the text that tokens add, and holds back bytes that may begin a character.
+    """Returns the text that tokens add, decoding a few of the last; holds back bytes that may begin a character.
 
     >>> from axonml_jax.data.documents import ByteTokenizer
     >>> text = TextSoFar(ByteTokenizer())
@@ -439,7 +439,8 @@ class TextSoFar:
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
+        self._ids: list[int] = []  # those of the piece before, which decoders may look at, and of this one
+        self._before = 0  # how many are of the piece before
         self._given = 0
 
     def add(self, ids: Sequence[int], *, final: bool = False) -> str:
@@ -448,6 +449,9 @@ class TextSoFar:
         text = self._tokenizer.decode(self._ids)
         whole = text if final else text.rstrip(_INCOMPLETE)
         piece, self._given = whole[self._given :], max(self._given, len(whole))
+        if piece and whole == text:  # no character is begun
+            del self._ids[: self._before]
+            self._before, self._given = len(self._ids), len(self._tokenizer.decode(self._ids))
         return piece
 
 

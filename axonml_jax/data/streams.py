@@ -23,7 +23,7 @@ from axonml_jax.data.sampler import Columns, LoadingError, MapDataset, collated,
 # Mixtures: samples of several sources in given shares, exact in the long run, in an order drawn from a seed.
 # --------------------------------------------------------------------------------------------------
 
-_BLOCK = 1024
+_BLOCK, _RAREST = 1024, 2**20
 
 
 class Shares:
@@ -167,6 +167,12 @@ def checked_weights(weights: Mapping[str, float], seed: int) -> None:
         offenders.append("there are no sources")
     if offenders:
         raise ValueError("mix: " + "; ".join(offenders))
+    exact = {name: _exact(weight) for name, weight in weights.items()}
+    if rare := [repr(name) for name, weight in exact.items() if weight * _RAREST < sum(exact.values())]:
+        raise ValueError(
+            f"mix: the shares of {' and '.join(rare)} are below one in {_RAREST:,}, and the order of so many samples is drawn "
+            "at once: give them larger weights, or leave them out"
+        )
 
 
 def _order(size: int, shuffle: bool, seed: int, epoch: int) -> np.ndarray:
@@ -609,7 +615,8 @@ def mix(
 
     Raises:
       TypeError: a source is nothing to read samples from, or sources or weights are not given by name.
-      ValueError: names differ, a weight is not a positive and finite number, or a source is empty.
+      ValueError: names differ, a weight is not a positive and finite number, a share is below one in 1,048,576, or a source is
+        empty.
     """
     if not (isinstance(sources, Mapping) and isinstance(weights, Mapping)):
         raise TypeError('mix takes sources and weights by name: mix({"web": a, "code": b}, {"web": 3, "code": 1})')

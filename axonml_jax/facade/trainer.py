@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen, nnx
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from axonml_jax.base import (
@@ -27,6 +28,7 @@ from axonml_jax.base import (
     named_leaves,
     naming_options,
     no_attribute,
+    some_of,
 )
 from axonml_jax.compat.jaxpr import opened
 from axonml_jax.compat.order import (
@@ -53,7 +55,7 @@ from axonml_jax.model.view import (
 )
 from axonml_jax.parallel.placement import Placement, bind_plan, check_model
 from axonml_jax.parallel.plan import Plan, in_words
-from axonml_jax.sharding.batch import refuse_tracing
+from axonml_jax.sharding.batch import refuse_tracing, shapes_of
 from axonml_jax.sharding.layout import Leaf, cast, copies, is_deleted, on_device, place, to_host
 from axonml_jax.training.callbacks import Callback, TrainingEvent, checked, tell
 from axonml_jax.training.compile import folding
@@ -73,7 +75,7 @@ from axonml_jax.training.run_state import (
 from axonml_jax.training.state import TrainState, hyperparameters, injected_rate, refuse_changed, with_rate
 
 if TYPE_CHECKING:  # what models and trainers are made of is imported when one is made, so that the classes cost little
-    from axonml_jax.training.evaluate import Differentiate, Evaluated, Predict
+    from axonml_jax.training.evaluate import Differentiate, Evaluated
     from axonml_jax.training.single_device import Check
     from axonml_jax.training.step import TrainStep
 
@@ -104,7 +106,7 @@ class Handed:
             logger.warning(
                 "%s was changed, which does not change the parallel model: it trains its own copies of %s. Change those "
                 "by model.set_parameters(...) or model.load_state_dict(...), or change the module before the model is made",
-                *(self._what, ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")),
+                *(self._what, some_of(names)),
             )
 
 
@@ -118,6 +120,46 @@ def _differ(new: Any, own: Any) -> bool:
         return False
     part = own.addressable_shards[0]
     return np.asarray(new[part.index]).astype(own.dtype).tobytes() != np.asarray(part.data).tobytes()
+
+
+_KEPT = 16
+
+
+class Newest:
+    """Programs by the functions that they compute; of more than 16 the one that was used longest ago is dropped.
+
+    A program keeps its function alive, so that no other gets its `id` meanwhile: a callable need not be hashable.
+
+    Args:
+      call: what users give the functions to, as the warning of the first dropped program names it.
+    """
+
+    def __init__(self, call: str):
+        self._call, self._programs, self._told = call, {}, False
+
+    def program(self, fun: Callable, about: tuple, build: Callable[[], Any]) -> Any:
+        """The program of a function in the settings `about`, built if there is none."""
+        key = (id(fun), *about)
+        self._programs[key] = found = self._programs.pop(key, None) or build()
+        if len(self._programs) > _KEPT:
+            del self._programs[next(iter(self._programs))]
+            if not self._told:
+                logger.warning(
+                    "%s has compiled more than %d programs for the functions that it was given, and drops the one that was "
+                    "used longest ago: a lambda in a loop is a new function every time; define it once, outside of the loop",
+                    *(self._call, _KEPT),
+                )
+            self._told = True
+        return found
+
+    def drop_changed(self, fun: Callable) -> list[str]:
+        """Drop a function's programs that read values from outside which were changed since; returns their names."""
+        names: list[str] = []
+        for key in [each for each in self._programs if each[0] == id(fun)]:
+            if changed := self._programs[key].changed():
+                names += [name for name in changed if name not in names]
+                del self._programs[key]
+        return names
 
 
 class SavedModel(abc.ABC):
@@ -137,6 +179,7 @@ class SavedModel(abc.ABC):
 
     def __init__(self):
         self._programs: dict[Any, Any] = {}
+        self._gradients = Newest("model.value_and_grad")
         self._calls = 0
         self.loads = 0
         self._given: dict[str, str] = {}
@@ -166,8 +209,7 @@ class SavedModel(abc.ABC):
         """
         if self.hollow:
             names, every = sorted(self._unset), named_variables(self._functional, self._functional.shapes)
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            some = f" for {', '.join(names[:5])}{more}" if len(names) < len(every) else ""
+            some = f" for {some_of(names)}" if len(names) < len(every) else ""
             raise ValueError(
                 f"the model was given as shapes and has no values yet{some}: load_state_dict, load_pretrained, or restore a "
                 "checkpoint first"
@@ -386,7 +428,7 @@ class Trainer(Generic[M]):
         self._same_trained: Callable[[PyTree], None] | None = None
         self._saves: list[Callable[[], None]] = []
         self._steps: dict[bool | None, TrainStep] = {}
-        self._predictions: dict[int, Predict] = {}
+        self._predictions = Newest("trainer.predict")
         self._eval = EvalStep(model._functional, placement, model.mesh, eval_fn or loss_fn, model._accept)
         at_rest = self.train_step.at_rest  # refuses options that cannot work before anything is allocated
         self._state = init_state(model.variables, at_rest, model.mesh, model._key)
@@ -609,7 +651,7 @@ class Trainer(Generic[M]):
         self._made = None if made is None else made + 1
         if self._seen is None:
             _look_at(self, metrics["grad_norm"], batch)
-        self._seen = _shapes(batch)
+        self._seen = shapes_of(batch)
         self._tell("on_step", metrics=metrics)
         return metrics
 
@@ -652,7 +694,7 @@ class Trainer(Generic[M]):
         Raises:
           TypeError: for one batch in the place of several.
           ValueError: when there are no batches, not a weight for each, or naming a metric whose shape is not that of other
-            batches, or what is not the same in all processes.
+            batches, one by the name of an average's, or what is not the same in all processes.
         """
         with no_mesh_around(), folding:
             from axonml_jax.training.evaluate import mean_of
@@ -668,7 +710,8 @@ class Trainer(Generic[M]):
                 for before, variables in models.items():
                     seen[before].append(to_host(self._eval(variables, batch)))
                     if len(seen[before]) == 1:
-                        self._eval.refuse_rows(variables, batch, seen[before][0])
+                        self._eval.refuse_rows(variables, batch, first := seen[before][0])
+                        _refuse_clash(first.values, [each for each in models if each])
             stacked = bool(self._placement.axes.independent)
             each = {before: mean_of(results, weights, stacked=stacked) for before, results in seen.items()}
             found = {f"{before}{name}": value for before, means in each.items() for name, value in means.items()}
@@ -715,7 +758,7 @@ class Trainer(Generic[M]):
             placed = place(key, jax.sharding.PartitionSpec(), model.mesh)
             loss, metrics, grads, _ = program(variables, placed, batch)
             zero = not any(map(np.any, jax.tree.leaves(to_host(grads))))
-            _tell_unread(self, program.trace(variables, placed, batch), _shapes(batch), zero=zero)
+            _tell_unread(self, program.trace(variables, placed, batch), shapes_of(batch), zero=zero)
             got = {"loss": loss, "metrics": metrics, "gradients": program.rest.outside(grads, model.mesh)}
             (loss, metrics), grads = plainly(view, self._loss_fn, mode, whole, shard_key(key, 0, 0), given)
             found = compared(got, {"loss": loss, "metrics": metrics, "gradients": grads}, is_low(placement))
@@ -745,8 +788,7 @@ class Trainer(Generic[M]):
             variables, given = self.model.values, (self.model._functional, self._placement, self.model.mesh)
             fun = predict_fn or _of_arrays
             build = lambda: Predict(*given, fun, self.model._accept)
-            # By identity: a callable need not be hashable, and the program keeps it alive.
-            program = self._predictions[id(fun)] = self._predictions.get(id(fun)) or build()
+            program = self._predictions.program(fun, (), build)
             return joined_rows([program(variables, batch) for batch in _walked(self, "predict", batches)])
 
     @contextmanager
@@ -803,7 +845,7 @@ class Trainer(Generic[M]):
         """
         with no_mesh_around(), folding:
             self.train_step.check(batch := host_arrays(batch))
-            return self.train_step.trace(self.state, _shapes(batch))
+            return self.train_step.trace(self.state, shapes_of(batch))
 
     @no_mesh_around()
     def compiled_memory(self) -> int | None:
@@ -844,7 +886,7 @@ def _replicas_anew(trainer: Trainer, state: TrainState) -> TrainState:
 @no_mesh_around()
 def _look_at(trainer: Trainer, norm: jax.Array, batch: PyTree) -> None:
     """Run `_tell_unread` for the first step, with its gradient norm; this waits for that step to finish."""
-    zero, shapes = not any(np.any(np.asarray(shard.data)) for shard in norm.addressable_shards), _shapes(batch)
+    zero, shapes = not any(np.any(np.asarray(shard.data)) for shard in norm.addressable_shards), shapes_of(batch)
     traced = trainer.train_step.as_written(trainer.state, shapes) if trainer.model._held_outside else None
     _tell_unread(trainer, traced, shapes, zero=zero)
 
@@ -880,8 +922,24 @@ def _tell_unread(trainer: Trainer, traced: Any, shapes: PyTree, *, zero: bool) -
         logger.warning(
             "the loss reads %s from a module outside of it, not from the model that it is given: they are constants and do "
             "not train. Use the model in the loss: loss_fn = lambda model, batch: ... model(batch) ...",
-            ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5),
+            some_of(names),
         )
+
+
+def _refuse_clash(values: Iterable[str], prefixes: Iterable[str]) -> None:
+    """Refuse metrics by the names that those of the averaged parameters have beside them."""
+    if taken := sorted({before + name for before in prefixes for name in values} & set(values)):
+        raise ValueError(
+            f"the loss, or eval_fn, returned metrics named {taken}, by which trainer.validate returns the averaged parameters' "
+            "own (ema): give them other names"
+        )
+
+
+def _positive(value: Any) -> float | None:
+    """A positive number, or a concrete scalar, as a float; None for anything else."""
+    if isinstance(value, np.ndarray | jax.Array) and not isinstance(value, Tracer) and not value.ndim:
+        value = value.item()
+    return float(value) if isinstance(value, Real) and value > 0 else None
 
 
 def _of_arrays(model: Any, batch: PyTree) -> PyTree:
@@ -892,10 +950,6 @@ def _of_arrays(model: Any, batch: PyTree) -> PyTree:
             'predict_fn=lambda model, batch: model(batch["x"])'
         )
     return model(batch)
-
-
-def _shapes(batch: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x)), batch)
 
 
 def _plan_of(model: Any, view: Functional, given: Any, params: PyTree | None, split: PyTree) -> Plan:
@@ -1228,13 +1282,11 @@ class ParallelModel(SavedModel):
         from axonml_jax.training.evaluate import Differentiate
 
         given, loss_fn = loss_fn, of_batch(loss_fn)
-        for key in [each for each in self._programs if each[:2] == ("grad", id(given))]:
-            if names := self._programs[key].changed():
-                logger.warning(
-                    "value_and_grad is compiled again, because values that the loss reads were changed: %s",
-                    ", ".join(names),
-                )
-                del self._programs[key]
+        if names := self._gradients.drop_changed(given):
+            logger.warning(
+                "value_and_grad is compiled again, because values that the loss reads were changed: %s",
+                ", ".join(names),
+            )
 
         def f(*parts: PyTree) -> Any:
             with no_mesh_around(), folding:
@@ -1243,8 +1295,7 @@ class ParallelModel(SavedModel):
                 sync = self._syncing
                 options: dict[str, Any] = {"training": self._mode, "sync": sync, "accept": self._accept}
                 build = lambda: Differentiate(self._functional, self._placement, self.mesh, loss_fn, **options)
-                # By identity: a callable need not be hashable, and the program keeps it alive.
-                program = self._program(("grad", id(given), sync), build)
+                program = self._gradients.program(given, (sync, self._mode), build)
                 variables, key = self.values, self._next_key()
                 if jax.process_count() > 1:
                     self._compare(program, variables, key, batch)
@@ -1301,7 +1352,7 @@ class ParallelModel(SavedModel):
 
         Args:
           grads: what `value_and_grad` or `sync_gradients` returned.
-          max_norm, norm_type: positive numbers; the type may be `math.inf`.
+          max_norm, norm_type: positive numbers, or concrete scalars; the type may be `math.inf`.
           error_if_nonfinite: raise when the norm is not finite.
 
         Returns:
@@ -1312,12 +1363,13 @@ class ParallelModel(SavedModel):
         """
         from axonml_jax.training.update import Clip
 
-        if not (isinstance(max_norm, Real) and max_norm > 0 and isinstance(norm_type, Real) and norm_type > 0):
+        most, power = map(_positive, (max_norm, norm_type))
+        if most is None or power is None:
             raise ValueError(f"{max_norm=} and {norm_type=} must be positive numbers")
-        program = self._program(("clip", norm_type), lambda: Clip(self._rest, self.mesh, float(norm_type)))
-        clipped, norm = program(taken_in(grads), max_norm)
+        program = self._program(("clip", power), lambda: Clip(self._rest, self.mesh, power))
+        clipped, norm = program(taken_in(grads), most)
         if error_if_nonfinite and not bool(jax.numpy.all(jax.numpy.isfinite(norm))):
-            raise ValueError(f"the {norm_type}-norm of the gradients is {norm}: they are left as they were")
+            raise ValueError(f"the {power}-norm of the gradients is {norm}: they are left as they were")
         return handed_back((clipped if self.plan.pipe else self._outside(clipped), norm))
 
     def _outside(self, params: PyTree) -> PyTree:

@@ -728,11 +728,11 @@ class Watchdog:
     def _ends_with(self, text: str) -> None:
         """Print the reason before anything else: what follows may take long, or fail."""
         if self._end is _leave:
-            _print(f"stuck: {text}")
+            _say(f"stuck: {text}")
         try:
             self._dies(f"stuck: {text}")
         except Exception as failed:  # the end comes in any case
-            _print(f"no flight record: {type(failed).__name__}: {failed}")
+            _say(f"no flight record: {type(failed).__name__}: {failed}")
         self._end(text)
 
     def _judge(self, heard: dict[int, Said]) -> None:
@@ -824,10 +824,6 @@ def _within(seconds: float, ask: Callable[[], T]) -> T | None:
     asking.start()
     asking.join(seconds)
     return found[0] if found else None
-
-
-def _print(text: str) -> None:
-    print(f"axonml_jax: {text}", file=sys.stderr, flush=True)
 
 
 def _leave(_: str) -> None:

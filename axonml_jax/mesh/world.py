@@ -185,7 +185,7 @@ class ProcessGroup:
         if self.board is not None:
             return ThreadEngine(self.ranks, self.sub_mesh, self.ranks[self.rank], self.board)
         sub_mesh = self.sub_mesh
-        local = [device for device in sub_mesh.devices.flat if device.process_index == jax.process_index()]
+        local = [device for device in sub_mesh.devices.flat if _is_local(device)]
         if len(local) > 1:
             raise ValueError(
                 f"{name}: this process holds {len(local)} ranks of {self}, and an eager call gives one rank's value. "

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from axonml_jax.base import is_key
+from axonml_jax.base import is_key, some_of
 from axonml_jax.model.view import named_arrays
 
 # --------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def load_safetensors(path: str | os.PathLike, *models: Any, rename: Rename = Non
         with opened_safetensors(file) as opened:
             arrays = {name: _whole(opened, file, name) for name in list(opened.keys())}
         if twice := [name for name in arrays if name in found]:
-            raise ValueError(f"{file} has {', '.join(twice[:5])}, as has another file of {path}: which is meant?")
+            raise ValueError(f"{file} has {some_of(twice)}, as has another file of {path}: which is meant?")
         found |= arrays
     return renamed(found, rename)
 
@@ -239,10 +239,10 @@ def _indexed(path: Path) -> list[Path]:
         raise ValueError(f"{path} is no index of safetensors files: {error!r:.200}") from error
     outside = [name for name in names if name.startswith("/") or ".." in PurePosixPath(name).parts or "\0" in name]
     if outside:
-        raise ValueError(f"{path} names files that are not in its folder: {', '.join(map(repr, outside[:5]))}")
+        raise ValueError(f"{path} names files that are not in its folder: {some_of(list(map(repr, outside)))}")
     files = [path.parent / name for name in sorted(set(names))]
     if missing := [f"{file.name:.100}" for file in files if not _is_file(file)]:
-        raise FileNotFoundError(f"{path} names files that are not there: {', '.join(missing[:5])}")
+        raise FileNotFoundError(f"{path} names files that are not there: {some_of(missing)}")
     return _some(files, path)
 
 
@@ -289,10 +289,9 @@ class StoredArrays(Mapping[str, "StoredArray"]):
                 kinds = {name: opened.get_slice(name).get_dtype() for name in list(opened.keys())}
                 shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in kinds}
             if narrow := [f"{name}: {kind}" for name, kind in kinds.items() if kind.startswith(("F8_", "F6_", "F4"))]:
-                more = f" and {len(narrow) - 5} more" * (len(narrow) > 5)
                 raise ValueError(
                     f"{file} has weights in few bits, which mean nothing without scales that are not read here: "
-                    f"{', '.join(narrow[:5])}{more}; give files of bfloat16, into which their publisher's tools convert them"
+                    f"{some_of(narrow)}; give files of bfloat16, into which their publisher's tools convert them"
                 )
             for name, shape in shapes.items():
                 short = next((name.removeprefix(each) for each in prefixes if name.startswith(each)), name)

@@ -363,17 +363,6 @@ def stacked(values: Mapping[str, Any], count: int) -> dict[str, Any]:
     return found
 
 
-def unstacked(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `stacked`."""
-    found = {}
-    for name, value in values.items():
-        if name.startswith("blocks/layer/"):
-            found |= {name.replace("/layer/", f"/{i}/", 1): part for i, part in enumerate(np.asarray(value))}
-        else:
-            found[name] = value
-    return found
-
-
 # --------------------------------------------------------------------------------------------------
 # A decoder-only transformer covering the Llama family and GPT-2, the same definition for one device and for every plan.
 # --------------------------------------------------------------------------------------------------

@@ -376,6 +376,11 @@ def several_batches(batch: PyTree) -> str | None:
     )
 
 
+def shapes_of(batch: PyTree) -> PyTree:
+    """The shapes and dtypes of a batch's leaves."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x)), batch)
+
+
 def refuse_tracing(call: str) -> None:
     """Refuse a call that changes its object inside a JAX transform, where it would store tracers.
 

@@ -201,9 +201,8 @@ def place(tree: PyTree, specs: PyTree, mesh: Mesh) -> PyTree:
 
     The result never shares memory with `tree`, so that it may be donated.
     """
-    shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     # Moving alone may alias: the part that lands on the device where an array is already can be that array's buffer.
-    return copies(jax.tree.map(move, tree, shardings))
+    return copies(jax.tree.map(move, tree, shardings(specs, mesh)))
 
 
 def move(leaf: Any, sharding: NamedSharding) -> jax.Array:
@@ -485,6 +484,11 @@ class Leaf:
         target = NamedSharding(sharding.mesh, spec)
         array = jax.device_put(self.array, NamedSharding(sharding.mesh, sharding.spec))  # out of host memory
         return jax.jit(from_stored, static_argnums=1, out_shardings=target)(array, self.layout)
+
+
+LEFT_OUT = "left_out/"
+"""What the names of error-feedback residuals in checkpoints start with; the rest is their parameter's name. They are one per
+rank, so that another number of ranks starts from zeros."""
 
 
 @runtime_checkable

@@ -250,10 +250,9 @@ def assert_trees_close(got: PyTree, wanted: PyTree, what: str, *, low_precision:
     """
     ours, theirs = named_leaves(got), named_leaves(wanted)
     assert list(ours) == list(theirs), f"{what}: leaves {list(ours)} are not {list(theirs)}"
-    rows = [row for name in ours if (row := difference(ours[name], theirs[name], low_precision))]
-    names = [name for name in ours if difference(ours[name], theirs[name], low_precision)]
-    table = "\n".join(f"  {name or what}: {row}" for name, row in zip(names, rows, strict=True))
-    assert not rows, f"{what} differs from the single-device run:\n{table}"
+    found = {name or what: difference(ours[name], theirs[name], low_precision) for name in ours}
+    rows = [f"  {name}: {row}" for name, row in found.items() if row]
+    assert not rows, "\n".join([f"{what} differs from the single-device run:", *rows])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -264,7 +263,7 @@ def assert_trees_close(got: PyTree, wanted: PyTree, what: str, *, low_precision:
 def assert_equals_single_device(
     model: Any,
     loss_fn: LossFn,
-    batch: PyTree | Sequence[PyTree],
+    batch: PyTree | list[PyTree],
     plan: Plan | None = None,
     *,
     mesh: Any = None,
@@ -285,7 +284,7 @@ def assert_equals_single_device(
     Args:
       model: an NNX module, or a Linen module with `params=`.
       loss_fn: `loss_fn(model, batch) -> loss` or `(loss, metrics)`.
-      batch: a global batch, used in every step; or a list or tuple of one for each step, so wrap a batch that is a tuple.
+      batch: a global batch, used in every step; or a list of one for each step. A tuple is a batch.
       plan: the plan; None is DDP on all devices.
       mesh: where; None: the plan's degrees, or all devices.
       params: a Linen module's variables.
@@ -305,7 +304,7 @@ def assert_equals_single_device(
             assert_equals_single_device(MyModel(rngs=nnx.Rngs(0)), loss_fn, batch, ax.Plan(), mesh=fake_mesh)
     """
     tx = tx or optax.sgd(0.05, momentum=0.9)
-    batches = list(batch) if isinstance(batch, (list, tuple)) else [batch] * steps
+    batches = batch if isinstance(batch, list) else [batch] * steps
     parallel = parallelize(model, mesh, plan, params=params, trainable=trainable, seed=seed)
     plan = parallel.plan
     view, variables = functionalize(model, params, trainable)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from axonml_jax.base import PyTree, named_leaves
 from axonml_jax.mesh.axes import AxisNames, as_axes
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.sharding.layout import Leaf, is_layout, shardings
+from axonml_jax.sharding.layout import LEFT_OUT, Leaf, is_layout, shardings
 from axonml_jax.strategies.strategy import Stateful
 from axonml_jax.training.compose import (
     AsOptimizer,
@@ -118,9 +118,6 @@ def _name(axis: AxisNames) -> str:
 # --------------------------------------------------------------------------------------------------
 # Residuals of gradients (error feedback), kept from step to step: stacked by rank, as no two ranks' are alike.
 # --------------------------------------------------------------------------------------------------
-
-LEFT_OUT = "left_out/"
-"""The prefix of these arrays' names in checkpoints; the rest is their parameter's name."""
 
 
 @dataclass(frozen=True)

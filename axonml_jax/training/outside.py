@@ -15,6 +15,7 @@ import numpy as np
 from flax import linen, nnx
 from jax.core import Tracer
 
+from axonml_jax.base import some_of
 from axonml_jax.sharding.layout import is_deleted
 
 _NOT_LOOKED_INTO = {*sys.stdlib_module_names, "jax", "jaxlib", "flax", "optax", "numpy", "axonml_jax"}
@@ -87,13 +88,12 @@ class Outside:
         """
         if not (names := self.changed()):
             return
-        shown = ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5)
         raise ValueError(
             f"{getattr(self.fun, '__name__', type(self.fun).__name__)} reads values from outside that changed since it was "
-            f"compiled: {shown}. A compiled program keeps what it read then as constants. For two networks that train in turn, "
-            "make one model of both and two trainers of it, each with optax.multi_transform and optax.set_to_zero() for the "
-            "other network (docs/guides/losses.md); give numbers, and arrays with rows, in the batch. For a value that changes "
-            "rarely, make a new trainer, new = model.trainer(tx, loss_fn) with new.state = trainer.state, or call "
+            f"compiled: {some_of(names)}. A compiled program keeps what it read then as constants. For two networks that train "
+            "in turn, make one model of both and two trainers of it, each with optax.multi_transform and optax.set_to_zero() "
+            "for the other network (docs/guides/losses.md); give numbers, and arrays with rows, in the batch. For a value that "
+            "changes rarely, make a new trainer, new = model.trainer(tx, loss_fn) with new.state = trainer.state, or call "
             "model.value_and_grad(loss_fn) again"
         )
 

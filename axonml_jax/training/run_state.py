@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from axonml_jax.base import PyTree, named_leaves
+from axonml_jax.base import PyTree, named_leaves, some_of
 from axonml_jax.model.view import Functional, Variables
 from axonml_jax.parallel.placement import Placement, in_round
 from axonml_jax.sharding.layout import HOST, Leaf, cast, copies, movable, place, to_device_memory, to_host
@@ -239,10 +240,9 @@ class UnequalReplica:
     certain: bool
 
     def __str__(self) -> str:
-        more = f" and {len(self.names) - _SHOWN} more" if len(self.names) > _SHOWN else ""
         who = f"device {self.device} (process {self.process})"
         doubt = "" if self.certain else ", though which side is wrong is not known"
-        return f"{who} differs in {', '.join(self.names[:_SHOWN])}{more}{doubt}"
+        return f"{who} differs in {some_of(self.names)}{doubt}"
 
 
 class CompareReplicas:
@@ -281,15 +281,17 @@ def _held_more_than_once(state: TrainState) -> dict[str, jax.Array]:
         "left_out": state.left_out,
     }
     named = {f"{tree}/{name}": leaf for tree in trees for name, leaf in named_leaves(trees[tree]).items()}
-    return {
-        name: leaf for name, leaf in named.items() if isinstance(leaf, jax.Array) and leaf.size and _copies(leaf) > 1
-    }
+    twice = lambda leaf: len(_replicas(leaf.sharding, leaf.shape)[0]) > 1
+    return {name: leaf for name, leaf in named.items() if isinstance(leaf, jax.Array) and leaf.size and twice(leaf)}
 
 
-def _copies(leaf: jax.Array) -> int:
-    """The number of devices that hold the same part of an array."""
-    shards = {str(index) for index in leaf.sharding.devices_indices_map(leaf.shape).values()}
-    return len(leaf.sharding.device_set) // len(shards)
+@lru_cache(maxsize=4096)
+def _replicas(sharding: Any, shape: tuple[int, ...]) -> tuple[tuple[Any, ...], ...]:
+    """The devices that hold the same part of an array, for every part."""
+    parts: dict[str, list[Any]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        parts.setdefault(str(index), []).append(device)
+    return tuple(map(tuple, parts.values()))
 
 
 def _program(leaves: Sequence[jax.Array]) -> Any:
@@ -357,10 +359,7 @@ def differences(
     wrong: dict[Any, list[str]] = {}
     certain: dict[Any, bool] = {}
     for k, (name, (sharding, shape)) in enumerate(zip(names, where, strict=True)):
-        parts: dict[str, list[Any]] = {}
-        for device, index in sharding.devices_indices_map(shape).items():
-            parts.setdefault(str(index), []).append(device)
-        for holders in parts.values():
+        for holders in _replicas(sharding, shape):
             found = {device: tuple(sums[row[device], k].tolist()) for device in holders}
             (usual, count), *_ = Counter(found.values()).most_common(1)
             for device in holders:

@@ -18,6 +18,7 @@ from axonml_jax.base import PyTree, is_array, named_leaves
 from axonml_jax.mesh.join import PROGRAM, digest_of, exchange, first_difference, unlike
 from axonml_jax.mesh.world import World
 from axonml_jax.model.view import Variables
+from axonml_jax.sharding.batch import shapes_of
 from axonml_jax.training.evaluate import Differentiate
 from axonml_jax.training.run_state import CompareReplicas
 from axonml_jax.training.state import TrainState
@@ -167,7 +168,7 @@ def _check_first(
 ) -> None:
     if len({device.process_index for device in step.mesh.devices.flat}) == 1:
         return
-    text = program_text(trace(jax.tree.map(_shape, batch)))
+    text = program_text(trace(shapes_of(batch)))
     # Within a round of DiLoCo ranks are independent, but begin as one.
     own = {} if step.placement.plan.independent and state.rounds is None else given
     placed = {f"the first values of {name}": f"{crc} (checksum)" for name, crc in own.items()}
@@ -259,7 +260,9 @@ def _arrays_of(batch: PyTree) -> tuple[dict[str, Any], tuple]:
 def _of_batch(batch: PyTree, *, values: bool = True) -> dict[str, str]:
     leaves = named_leaves(batch)
     said = {
-        f"the batch's leaf {n or 'batch'}": f"{s.dtype}{list(s.shape)}" for n, x in leaves.items() for s in [_shape(x)]
+        f"the batch's leaf {n or 'batch'}": f"{s.dtype}{list(s.shape)}"
+        for n, x in leaves.items()
+        for s in [shapes_of(x)]
     }
     own = {n: x for n, x in leaves.items() if values and _is_whole_here(x)}
     return said | {f"the batch's values of {name or 'batch'}": f"{_checksum(x)} (checksum)" for name, x in own.items()}
@@ -291,7 +294,3 @@ def _here(x: Any) -> np.ndarray:
 def _checksum(x: Any) -> str:
     array = np.ascontiguousarray(_here(x))
     return f"{zlib.crc32(array.reshape(-1).view(np.uint8)):08x}" if array.size else "empty"
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x))

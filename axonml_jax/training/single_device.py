@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from axonml_jax.base import LossFn, PyTree, named_leaves
+from axonml_jax.base import LossFn, PyTree, named_leaves, some_of
 from axonml_jax.collectives.primitives import JOINS
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.layers.float8 import reading_float8
@@ -185,7 +185,7 @@ def not_comparable(model: Functional, placement: Placement, mode: Mode, drawing:
     own = "each shard has its own statistics (batch_stats)" if plan.batch_stats != "global" else None
     own = f"each of {plan.microbatches} microbatches has its own statistics" if plan.microbatches > 1 else own
     if names and own:
-        yield ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5), f"{own}; {eval_mode}"
+        yield some_of(names), f"{own}; {eval_mode}"
     if model.declares(JOINS) and plan.microbatches > 1:
         yield (
             "what modules join over the batch",

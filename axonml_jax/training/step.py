@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from axonml_jax.base import LossFn, PyTree, host_arrays, named_leaves
+from axonml_jax.base import LossFn, PyTree, host_arrays, named_leaves, some_of
 from axonml_jax.collectives.primitives import sum_over
 from axonml_jax.compat.order import handed_back, is_traced_around, no_mesh_around
 from axonml_jax.layers.context import NO_ELEMENTS
@@ -21,7 +20,7 @@ from axonml_jax.mesh.axes import LAYER_AXES
 from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement, in_round, reading, reading_users
-from axonml_jax.sharding.batch import check_batch
+from axonml_jax.sharding.batch import check_batch, shapes_of
 from axonml_jax.sharding.layout import Leaf, is_deleted, is_layout, shardings
 from axonml_jax.training.compile import Compiled, compiler_options, explain_types, folding
 from axonml_jax.training.compose import Gradients, Metrics, Reading, composed, rest_of
@@ -95,7 +94,7 @@ class TrainStep:
           ValueError: when the batch does not divide, or when the state, or a part of it, was given to an earlier step.
         """
         if is_traced_around():
-            self.check(jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x)), batch))
+            self.check(shapes_of(batch))
             with folding, explain_types(self.placement.plan.check_vma):
                 return self._compiled.inlined(state, self.placement.batch_layout.place(batch, self.mesh))
         if is_deleted(state.step) or _parts(state) != self._returned:
@@ -332,8 +331,7 @@ def _refuse_given_up(state: TrainState) -> None:
     """Refuse a donated state before XLA does: jax 0.10 ends the process where it is donated again on several CPU devices."""
     leaves = named_leaves(state)
     if gone := [name for name, leaf in leaves.items() if is_deleted(leaf)]:
-        shown = ", ".join(gone[:5]) + f" and {len(gone) - 5} more" * (len(gone) > 5)
-        what = "this state was" if len(gone) == len(leaves) else f"these arrays of the state were ({shown})"
+        what = "this state was" if len(gone) == len(leaves) else f"these arrays of the state were ({some_of(gone)})"
         raise ValueError(
             f"{what} given to an earlier step, which reused their memory: continue from the state that step returned (for a "
             "trainer: its current trainer.state and trainer.model.variables), or keep a copy, jax.tree.map(jnp.copy, state)"

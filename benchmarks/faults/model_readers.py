@@ -32,7 +32,7 @@ def published(folder: Path):
 
     from axonml_jax.base import named_leaves
     from axonml_jax.models.config import PRESETS, TransformerConfig, preset
-    from axonml_jax.models.families.known import description_of
+    from axonml_jax.models.families.known import family_of
     from axonml_jax.models.transformer import Transformer
     from axonml_jax.models.weights import write_pretrained
 
@@ -45,7 +45,7 @@ def published(folder: Path):
     others = []
     for name in PRESETS:
         with contextlib.suppress(ValueError):  # of a preset that is of no published family
-            others.append(description_of(preset(name)))
+            others.append(family_of(preset(name)).describe(preset(name)))
     return [json.loads((folder / "model" / "config.json").read_text())] * 3 + others
 
 

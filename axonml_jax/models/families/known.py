@@ -109,12 +109,3 @@ def family_of(config: TransformerConfig) -> Family:
         "(rmsnorm, swiglu, rotary, none)"
         + ("" if config.experts is None else f", or its experts are not theirs: {config.experts}")
     )
-
-
-def description_of(config: TransformerConfig) -> dict[str, Any]:
-    """The `config.json` of a configuration.
-
-    Raises:
-      ValueError: when it is of none of the families.
-    """
-    return family_of(config).describe(config)
