@@ -11,7 +11,15 @@ from pipeline_cases import accepted, interleaved_schedules, one_chunk_schedules
 import axonml_jax as ax
 from axonml_jax.pipeline.schedules import GPipe, Interleaved, OneFOneB, ZeroBubble, make_timetable
 from axonml_jax.pipeline.simulate import choose, simulate
-from axonml_jax.pipeline.timetable import Action, DeadlockError, StageCosts, Timetable, parse_orders, trace_orders, trace_ticks
+from axonml_jax.pipeline.timetable import (
+    Action,
+    DeadlockError,
+    StageCosts,
+    Timetable,
+    parse_orders,
+    trace_orders,
+    trace_ticks,
+)
 
 UNEVEN = StageCosts(2, 3, 1)  # F = 2, I = 3, W = 1: whole numbers, so that times are exact
 PAIRS = [ax.PipelineSchedule.GPIPE, ax.PipelineSchedule.ONE_F_ONE_B]
