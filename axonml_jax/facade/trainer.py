@@ -939,7 +939,8 @@ def _positive(value: Any) -> float | None:
     """A positive number, or a concrete scalar, as a float; None for anything else."""
     if isinstance(value, np.ndarray | jax.Array) and not isinstance(value, Tracer) and not value.ndim:
         value = value.item()
-    return float(value) if isinstance(value, Real) and value > 0 else None
+    number = float(value) if isinstance(value, Real) else 0.0
+    return number if number > 0 else None
 
 
 def _of_arrays(model: Any, batch: PyTree) -> PyTree:
