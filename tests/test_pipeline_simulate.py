@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,15 @@ from pipeline_cases import accepted, interleaved_schedules, one_chunk_schedules
 import axonml_jax as ax
 from axonml_jax.pipeline.schedules import GPipe, Interleaved, OneFOneB, ZeroBubble, make_timetable
 from axonml_jax.pipeline.simulate import choose, simulate
-from axonml_jax.pipeline.timetable import Action, DeadlockError, StageCosts, parse_orders, trace_orders, trace_ticks
+from axonml_jax.pipeline.timetable import (
+    Action,
+    DeadlockError,
+    StageCosts,
+    Timetable,
+    parse_orders,
+    trace_orders,
+    trace_ticks,
+)
 
 UNEVEN = StageCosts(2, 3, 1)  # F = 2, I = 3, W = 1: whole numbers, so that times are exact
 PAIRS = [ax.PipelineSchedule.GPIPE, ax.PipelineSchedule.ONE_F_ONE_B]
@@ -171,6 +180,7 @@ def test_stages_of_different_cost_set_the_pace():
     for work in (OneFOneB(3, 40).orders, make_timetable(OneFOneB(3, 40))):
         found = simulate(work, costs)
         assert found.busy == (120, 480, 120) and 480 < found.makespan < 500
+    assert StageCosts(np.arange(1, 4), np.float32(2)) == StageCosts((1, 2, 3), 2.0)
     assert StageCosts((1, 2, 3, 4), 5, (6, 7, 8, 9), 1).merged(4, 2) == StageCosts((3, 7), (10, 10), (13, 17), 1)
 
 
@@ -179,6 +189,9 @@ def test_stages_of_different_cost_set_the_pace():
     [
         (lambda: StageCosts(-1), "forward=-1: a time is a finite number, 0 or more"),
         (lambda: StageCosts(1, (1, -2)), "input_gradient"),
+        (lambda: StageCosts(np.array([1.0, -2.0])), r"forward=\(1.0, -2.0\): a time is a finite number, 0 or more"),
+        (lambda: StageCosts(np.ones((2, 2))), r"forward=\(\[1.0, 1.0\], \[1.0, 1.0\]\): a time is a finite number"),
+        (lambda: Timetable(0, ((0, 1),)), "no timetable: num_ranks=0 must be at least 1"),
         (lambda: StageCosts((1, 2), (1, 2, 3)), "must have one time per stage each"),
         (lambda: simulate(OneFOneB(2, 2).orders, StageCosts((1, 2, 3))), "times for 3 stages, the pipeline has 2"),
         (

@@ -366,7 +366,7 @@ class Running:
     @cached_property
     def layout(self) -> StageBuffers:
         """The buffers of the stages' parameters during the step."""
-        counts = {i: sum(i in leaves for leaves in self.held) for i in range(len(self.staging.names))}
+        counts = Counter(i for leaves in self.held for i in leaves)
         shared = {i: self.staging.names[i] for i, count in counts.items() if count > 1}
         trees = [[self._stored(i, shared.get(i)) for i in leaves] for leaves in self.held]
         return StageBuffers.of(trees, self.staging.num_ranks)

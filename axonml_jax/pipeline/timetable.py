@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
+from numbers import Real
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -252,9 +253,12 @@ class StageCosts:
         problems = []
         for name in ("forward", "input_gradient", "weight_gradient", "communication"):
             value = getattr(self, name)
-            if isinstance(value, Sequence):
-                object.__setattr__(self, name, tuple(value))
-            if not all(0 <= time < math.inf for time in (value if isinstance(value, Sequence) else [value])):
+            if hasattr(value, "__array__"):
+                value = np.asarray(value).tolist()
+            value = tuple(value) if isinstance(value, Sequence) else value
+            object.__setattr__(self, name, value)
+            times = value if isinstance(value, tuple) else (value,)
+            if not all(isinstance(time, Real) and 0 <= time < math.inf for time in times):
                 problems.append(f"{name}={value!r}: a time is a finite number, 0 or more")
         if len({len(times) for times in self._sequences()}) > 1:
             given = {name: len(times) for name, times in vars(self).items() if isinstance(times, tuple)}
@@ -311,6 +315,8 @@ def violations(num_ranks: int, ticks: Ticks) -> list[str]:
     shapes = {np.shape(grid) for grid in ticks if grid is not None}
     if len(shapes) > 1 or any(len(shape) != 2 or 0 in shape for shape in shapes):
         return [f"ticks of F, B and W must be [stage, microbatch] of one shape, not {sorted(shapes)}"]
+    if num_ranks < 1:
+        return [f"num_ranks={num_ranks} must be at least 1"]
     if len(ticks.forward) % num_ranks:
         return [f"{len(ticks.forward)} stages do not divide over {num_ranks} ranks"]
     if ticks.weight is not None and ticks.backward is None:
