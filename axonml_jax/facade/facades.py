@@ -19,7 +19,7 @@ from axonml_jax.model.loss import Precision
 from axonml_jax.model.view import Trainable
 from axonml_jax.parallel.context import Context
 from axonml_jax.parallel.plan import CPUOffload, Kernels, Memory, Partition, Plan, Remat, Rules, in_words
-from axonml_jax.sharding.layout import Order, replicated
+from axonml_jax.sharding.layout import Order, as_spec, replicated
 from axonml_jax.strategies.replicate import Replicate
 from axonml_jax.strategies.shard import ReduceWire, Shard, ShardingStrategy, Wire
 from axonml_jax.strategies.strategy import Method, Wrap
@@ -493,7 +493,7 @@ def _named_as(tree: PyTree, mesh: Any) -> PyTree:
             return leaf
         theirs = dict(zip(at.mesh.axis_names, mesh.axis_names, strict=True))
         entries = [tuple(theirs[axis] for axis in as_axes(entry or ())) for entry in at.spec]
-        spec = jax.sharding.PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+        spec = as_spec(entries)
         return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, spec))
 
     return jax.tree.map(moved, tree)

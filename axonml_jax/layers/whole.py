@@ -35,6 +35,7 @@ from axonml_jax.program.program import (
     run_traced,
 )
 from axonml_jax.program.values import Axes, differing
+from axonml_jax.sharding.layout import as_spec
 
 # --------------------------------------------------------------------------------------------------
 # How each parameter of a model is split over the tensor axes: written in its metadata, read for a mesh, checked at
@@ -117,7 +118,7 @@ def split_of(spec: PartitionSpec, units: Units | None, axis_sizes: Mapping[str, 
     entries = [tuple(axis for axis in as_axes(entry or ()) if axis in axis_sizes) for entry in spec]
     if units is not None and entries and units.whole_on(_ranks(entries[-1], axis_sizes)):
         entries[-1] = ()
-    return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+    return as_spec(entries)
 
 
 def padded_sizes(model: nnx.Module | None) -> set[int]:

@@ -16,7 +16,7 @@ from axonml_jax.compat.row_keys import Drawn, drawn_by_rows
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.meaning.following import Following
 from axonml_jax.meaning.model_call import Call, Calls, Path, Unclear, calls_model, place_of
-from axonml_jax.meaning.places import SUM, Group, Places, Split, local_shape
+from axonml_jax.meaning.places import SUM, Group, Places, Split, local_shape, split_sizes
 from axonml_jax.model.loss import Loss, is_weighted, parse_loss
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.program.program import Equation, Program, all_but_named, reached, read_program
@@ -241,9 +241,7 @@ class _CallsAlone(Following):
             return super().equation(equation, given)
         call, (group,) = self.whole.noted[equation.op.options["number"]], self.groups
         own: list[Places] = [(None if place == SUM else place,) for (place,) in given]
-        sizes = {
-            aval.shape[place.dim] for aval, (place,) in zip(call.given, own, strict=True) if isinstance(place, Split)
-        }
+        sizes = split_sizes([aval.shape for aval in call.given], [place for (place,) in own])
         if any(
             place is None and sizes.intersection(aval.shape) for aval, (place,) in zip(call.given, own, strict=True)
         ):

@@ -5,7 +5,7 @@ from typing import Any
 
 from axonml_jax.compat.jaxpr import Operation
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
-from axonml_jax.meaning.places import SUM, Group, Place, Places, Split, Step, step_of
+from axonml_jax.meaning.places import SUM, Group, Place, Places, Split, Step, shifted, step_of
 from axonml_jax.program.program import Equation, Program, is_constant, rule_of
 
 
@@ -92,7 +92,7 @@ class Following:
             return self.program(body, [*consts, *carry, *slices])
 
         carry = self._carried(list(given[scan.num_consts : scan.first_scanned]), trip, scan.num_carry)
-        return carry, [tuple(map(_stacked, each)) for each in trip(carry)[scan.num_carry :]]
+        return carry, [shifted(each, 1) for each in trip(carry)[scan.num_carry :]]
 
     def sliced(self, places: Places) -> Places:
         """The places of the slices of what a scan goes over, which is gathered if the dim that it goes over is split."""
@@ -174,7 +174,3 @@ def either(a: Place, b: Place) -> Place:
     if a is None or b is None:
         return a if b is None else b
     return a if a == b else None
-
-
-def _stacked(place: Place) -> Place:
-    return place._replace(dim=place.dim + 1) if isinstance(place, Split) else place

@@ -10,7 +10,7 @@ import numpy as np
 from axonml_jax.collectives.primitives import max_over, vary, vary_like
 from axonml_jax.compat.jaxpr import Operation, trace
 from axonml_jax.meaning.following import Following, TalksItself, Watching
-from axonml_jax.meaning.places import SUM, Places, Split
+from axonml_jax.meaning.places import SUM, Places, Split, shifted
 from axonml_jax.meaning.values import ACTS, Ranks, Value
 from axonml_jax.program.program import (
     Equation,
@@ -284,14 +284,13 @@ def _scan(run: Interpreter, equation: Equation, given: Sequence[Value]) -> list[
     carried, stacked = following.scan(equation, [value.places for value in given])
     consts, const_arrays = _settled(run, given[: scan.num_consts])
     slices = [following.sliced(value.places) for value in given[scan.first_scanned :]]
-    deeper = lambda place: place._replace(dim=place.dim + 1) if isinstance(place, Split) else place
-    inside = [tuple(map(deeper, places)) for places in slices]
+    inside = [shifted(places, 1) for places in slices]
     xs = [run.ranks.settled(value, places) for value, places in zip(given[scan.first_scanned :], inside, strict=True)]
     carry = [
         run.ranks.vary(run.ranks.settled(value, places))
         for value, places in zip(given[scan.num_consts : scan.first_scanned], carried, strict=True)
     ]
-    outs = [tuple(_sliced(place) for place in places) for places in stacked]
+    outs = [shifted(places, -1) for places in stacked]
     call = at_places(run, body, [*consts, *carried, *slices], [*carried, *outs])
 
     def trip(carry: list, sliced: list) -> tuple[list, list]:
@@ -303,10 +302,6 @@ def _scan(run: Interpreter, equation: Equation, given: Sequence[Value]) -> list[
     with equation.op.scope():
         carry, ys = jax.lax.scan(trip, carry, xs, **scan.options)
     return _held(run, equation, [*carry, *ys], [*carried, *stacked])
-
-
-def _sliced(place: Any) -> Any:
-    return place._replace(dim=place.dim - 1) if isinstance(place, Split) else place
 
 
 def _while(run: Interpreter, equation: Equation, given: Sequence[Value]) -> list[Value]:

@@ -24,7 +24,7 @@ from axonml_jax.compat.model_call import PRIMITIVE, Transformed, model_call
 from axonml_jax.compat.row_keys import Drawn, drawn_by_rows
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.meaning.following import Following
-from axonml_jax.meaning.places import SUM, Group, Place, Places, Split
+from axonml_jax.meaning.places import SUM, Group, Place, Places, Split, split_sizes
 from axonml_jax.meaning.settings import Attribute, Changed, Settings, having, module_at
 from axonml_jax.meaning.values import Ranks, Value
 from axonml_jax.model.view import BoundLinen, Functional, Mode, Variables, hidden_arrays, hidden_words, tracers_within
@@ -457,8 +457,7 @@ class RealCalls:
         """The places of a call's results, from the dims that shapes show as split."""
         found: list[list[Place]] = [list(places) for places in shapes]
         for k, group in enumerate(self.groups):
-            split = [(aval, at[k]) for aval, at in zip(call.given, given, strict=True) if isinstance(at[k], Split)]
-            sizes = {aval.shape[place.dim] for aval, place in split if isinstance(place, Split)}
+            sizes = split_sizes([aval.shape for aval in call.given], [at[k] for at in given])
             merged = [n for n, aval in enumerate(call.made) if _is_merged(aval, shapes[n][k], sizes)]
             followed = call.followed([(at[k],) for at in given], (group,)) if merged else []
             for n in merged:
@@ -482,9 +481,9 @@ class RealCalls:
                 for a, own in pairs
             ]
         for k in range(len(self.groups)):
-            there = [(aval, each[k]) for aval, each in zip(call.given, given, strict=True)]
-            sizes = {aval.shape[place.dim] for aval, place in there if isinstance(place, Split)}
-            for aval, place in there:
+            there = [each[k] for each in given]
+            sizes = split_sizes([aval.shape for aval in call.given], there)
+            for aval, place in zip(call.given, there, strict=True):
                 plain = isinstance(place, Split) and place.outer == 1
                 if not plain and sizes.intersection(aval.shape):
                     raise Unclear

@@ -6,13 +6,12 @@ is then taken with the model's own code. Where a step of the way is not known, n
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from axonml_jax.meaning.following import Following
 from axonml_jax.meaning.model_call import Call, Unclear, places_of
-from axonml_jax.meaning.places import Group, Split
+from axonml_jax.meaning.places import Group, shifted
 from axonml_jax.meaning.plain_mean import Known, NotProven, Walk
 from axonml_jax.program.program import Equation, all_but_named, read_program, rule_of
 
@@ -97,11 +96,7 @@ class _Numbers(Walk):
         for _ in range(2):
             made = self.program(body, own_body, [*consts, *carry, *slices])
             if made[: scan.num_carry] == carry:
-                stacked = [Known(tuple(map(_stacked, known.places))) for known in made[scan.num_carry :]]
+                stacked = [Known(shifted(known.places, 1)) for known in made[scan.num_carry :]]
                 return [*carry, *stacked]
             carry = made[: scan.num_carry]
         raise NotProven
-
-
-def _stacked(place: Any) -> Any:
-    return place._replace(dim=place.dim + 1) if isinstance(place, Split) else place

@@ -4,7 +4,7 @@
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -60,6 +60,16 @@ def local_shape(shape: Sequence[int], places: Places, groups: Sequence[Group]) -
         if isinstance(place, Split):
             found[place.dim] //= group.ranks
     return tuple(found)
+
+
+def split_sizes(shapes: Iterable[Sequence[int]], places: Iterable[Place]) -> set[int]:
+    """The sizes of the dims of values that are split in one group."""
+    return {shape[at.dim] for shape, at in zip(shapes, places, strict=True) if isinstance(at, Split)}
+
+
+def shifted(places: Places, by: int) -> Places:
+    """The places of a stack of values (`by` 1), or of the slices of one (-1)."""
+    return tuple(place._replace(dim=place.dim + by) if isinstance(place, Split) else place for place in places)
 
 
 def local_outer(places: Places, groups: Sequence[Group], number: int) -> int:

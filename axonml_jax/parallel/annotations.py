@@ -14,6 +14,7 @@ from axonml_jax.base import PyTree, aligned, lines, section, table
 from axonml_jax.mesh.axes import BATCH_AXES, LAYER_AXES, PARTITIONED, STAGES, as_axes
 from axonml_jax.mesh.world import as_mesh
 from axonml_jax.model.view import ModelAround, unboxed
+from axonml_jax.sharding.layout import as_spec
 
 LogicalRules = Mapping[str, Any] | Iterable[tuple[str, Any]]
 """The mesh axes that logical names of dims mean: `(("embed", None), ("mlp", "model"))`."""
@@ -244,7 +245,7 @@ def _spec(each: Meant) -> PartitionSpec:
         entries.append(automatic or entry)
     while entries and not entries[-1]:
         entries.pop()
-    return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+    return as_spec(entries)
 
 
 def _meant(

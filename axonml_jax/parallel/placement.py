@@ -23,7 +23,7 @@ from axonml_jax.model.loss import Precision, cast_floating
 from axonml_jax.model.view import Functional, Variables, merge
 from axonml_jax.parallel.plan import CPUOffload, Plan
 from axonml_jax.sharding.batch import BatchLayout
-from axonml_jax.sharding.layout import Layout, is_layout, movable, to_device_memory
+from axonml_jax.sharding.layout import Layout, as_spec, is_layout, movable, to_device_memory
 from axonml_jax.strategies.replicate import Replicate
 from axonml_jax.strategies.strategy import (
     AbstractStrategy,
@@ -719,7 +719,7 @@ def left_to_partitioner(placement: Placement, axes: Collection[str]) -> Placemen
 
     def whole(layout: Layout) -> Layout:
         entries = [tuple(axis for axis in as_axes(entry or ()) if axis not in axes) for entry in layout.spec]
-        spec = PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+        spec = as_spec(entries)
         parts = [math.prod(placement.degrees[axis] for axis in entry) for entry in entries]
         parts += [1] * (len(layout.stored) - len(parts))
         return replace(layout, spec=spec, parts=tuple(parts), automatic=_only(layout.spec, axes))
@@ -735,7 +735,7 @@ def _only(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
     entries = [tuple(axis for axis in as_axes(entry or ()) if axis in axes) for entry in spec]
     while entries and not entries[-1]:
         entries.pop()
-    return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries))
+    return as_spec(entries)
 
 
 def beside_rules(
@@ -775,7 +775,7 @@ def _joined(layout: Layout, other: Layout) -> Layout:
         entries.pop()
     return replace(
         layout,
-        spec=PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in entries)),
+        spec=as_spec(entries),
         stored=tuple(each.stored[dim] for dim, each in enumerate(own)),
         parts=tuple(each.parts[dim] for dim, each in enumerate(own)),
     )

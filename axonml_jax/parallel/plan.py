@@ -18,7 +18,7 @@ from axonml_jax.model.loss import Precision
 from axonml_jax.model.view import Functional
 from axonml_jax.parallel.context import Context
 from axonml_jax.sharding.batch import BatchLayout, second_dim
-from axonml_jax.sharding.layout import Order
+from axonml_jax.sharding.layout import Order, as_spec
 from axonml_jax.strategies.replicate import Replicate
 from axonml_jax.strategies.shard import Shard
 from axonml_jax.strategies.strategy import (
@@ -181,8 +181,7 @@ class Partition:
 def _in_our_names(rule: Any, names: Mapping[str, str]) -> Any:
     if len(rule) != 2 or not isinstance(rule[1], PartitionSpec) or PartitionSpec.UNCONSTRAINED in rule[1]:
         return rule
-    ours = lambda entry: entry if entry is None else tuple(names.get(axis, axis) for axis in as_axes(entry))
-    return rule[0], PartitionSpec(*(own[0] if len(own := ours(entry) or ()) == 1 else own or None for entry in rule[1]))
+    return rule[0], as_spec([tuple(names.get(axis, axis) for axis in as_axes(entry or ())) for entry in rule[1]])
 
 
 def _wrong(rule: Any) -> str | None:

@@ -128,6 +128,15 @@ def _names(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def as_spec(entries: Iterable[Sequence[str]]) -> PartitionSpec:
+    """The spec of the axes of every dim: of one axis its name, of none None.
+
+    >>> as_spec([(), ("data",), ("fsdp", "tensor")])
+    PartitionSpec(None, 'data', ('fsdp', 'tensor'))
+    """
+    return PartitionSpec(*(entry[0] if len(entry) == 1 else tuple(entry) or None for entry in entries))
+
+
 def is_layout(x: Any) -> bool:
     """Whether a node is a `Layout`, for `jax.tree.map(..., is_leaf=is_layout)`."""
     return isinstance(x, Layout)

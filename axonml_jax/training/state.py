@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from axonml_jax.base import PyTree, named_leaves, path_name
 from axonml_jax.model.view import Variables
 from axonml_jax.parallel.placement import Placement
-from axonml_jax.sharding.layout import Layout, is_layout, to_host
+from axonml_jax.sharding.layout import Layout, as_spec, is_layout, to_host
 
 _FIELDS = ("step", "variables", "opt_state", "key")
 
@@ -110,7 +110,7 @@ def each_ranks_specs(placement: Placement) -> PyTree:
             tuple(axis for axis in layout.axes_of(dim) if axis in placement.axes.layers)
             for dim in range(min(len(layout.spec), len(layout.shape)))
         ]
-        return PartitionSpec(placement.axes.batch, *(entry[0] if len(entry) == 1 else entry or None for entry in axes))
+        return PartitionSpec(placement.axes.batch, *as_spec(axes))
 
     return jax.tree.map(spec, placement.params, is_leaf=is_layout)
 
