@@ -63,6 +63,29 @@ def test_bytes_and_products_of_every_set_are_those_of_jax_checkpoint():
         assert (price.flops > 0) == (again > 0), some
 
 
+FORMS = {
+    "reshaped": lambda x, w, v: [jnp.sin(x @ w).reshape(4, 2, 16) @ v],
+    "transposed": lambda x, w, v: [v.T @ jnp.sin(x @ w).T],
+    "named": lambda x, w, v: [checkpoint_name(jnp.sin(x @ w), "act") @ v],
+    "named, cast": lambda x, w, v: [checkpoint_name(jnp.sin(x @ w), "act").astype(float) @ v],
+    "two of one name": lambda x, w, v: [
+        checkpoint_name(jnp.sin(checkpoint_name(jnp.sin(x @ w), "act") @ w), "act") @ v
+    ],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_elementwise_results_that_are_read_in_another_form_cost_what_jax_checkpoint_keeps(form):
+    given, work = [jnp.ones((8, 16)), jnp.ones((16, 16)), jnp.ones((16, 16))], FORMS[form]
+    graph = graph_of(work, given, range(3))
+    for keep in (None, frozenset(), frozenset(graph.labels)):
+        own = work if keep is None else jax.checkpoint(work, policy=SaveWhere(Keeps(keep)))
+        _, pull = jax.vjp(own, *given)
+        leaves = {id(x): x for x in jax.tree.leaves(pull) if not any(x is each for each in given)}
+        forms = sum(x.nbytes for x in leaves.values() if form == "transposed" and np.array_equal(x, given[2].T))
+        assert graph.price(keep, RATES).kept == sum(x.nbytes for x in leaves.values()) - forms, keep
+
+
 SENDING = RATES._replace(host=5e9)
 
 

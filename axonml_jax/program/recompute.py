@@ -231,15 +231,16 @@ def _graph(program: Program, num_given: int) -> Graph:
     second = [each for each in program.equations if late(each)]
     made = {number for each in first for number in each.outputs}
     read = {number for each in second for number in each.read if number in made}
-    sizes = _sizes(program, first, second)
     roots = _roots(program)
     of_root: Callable[[Iterable[Any]], tuple[Any, ...]] = lambda numbers: tuple(
         dict.fromkeys(roots.get(number, number) for number in numbers)
     )
+    sizes = _sizes(program, first, second, of_root)
     labels: dict[str, tuple[int, ...]] = {}
     for each in first:
         if each.name == "name" and (each.op.label.startswith(KEEP) or not each.op.label.startswith("axonml.")):
-            labels[each.op.label.removeprefix(KEEP)] = of_root(each.outputs)
+            label = each.op.label.removeprefix(KEEP)
+            labels[label] = tuple(dict.fromkeys((*labels.get(label, ()), *of_root(each.outputs))))
         elif _opaque(each.name):
             labels[KERNELS] = (*labels.get(KERNELS, ()), *each.outputs)
     op = partial(_op, program, of_root)
@@ -260,21 +261,26 @@ def _roots(program: Program) -> dict[int, int]:
     return found
 
 
-def _sizes(program: Program, first: Sequence[Equation], second: Sequence[Equation]) -> dict[int, int]:
-    """Bytes of every value; 0 for other forms of a value, and for elementwise results that one operation reads at once."""
+def _sizes(
+    program: Program, first: Sequence[Equation], second: Sequence[Equation], of_root: Callable
+) -> dict[int, int]:
+    """Bytes of every value; 0 for other forms of a value, and for elementwise results that one operation reads at once.
+
+    Who reads another form of a value reads the value itself. A value with a name is there for whoever keeps it.
+    """
     readers: dict[int, int] = {}
     for each in (*first, *second):
-        for number in set(each.read):
+        for number in of_root(each.read) if each.name not in _ALIASES else ():
             readers[number] = readers.get(number, 0) + 1
-    results = set(names_of(program.outputs))
-    sizes = {number: _bytes(aval) for number, aval in program.avals.items()}
     made = {number for each in first for number in each.outputs}
-    crossing = {number for each in second for number in each.read if number in made}
+    stays = {number for each in second for number in each.read if number in made} | set(names_of(program.outputs))
+    stays |= {number for each in first if each.name == "name" for number in each.outputs}
+    stays = set(of_root(stays))
+    sizes = {number: _bytes(aval) for number, aval in program.avals.items()}
     for each in (*first, *second):
         fused = rule_of(each.name).kind in ("elementwise", "placing") and not rule_of(each.name).costly
         for number in each.outputs:
-            alone = fused and readers.get(number, 0) <= 1 and number not in results and number not in crossing
-            if each.name in _ALIASES or alone:
+            if each.name in _ALIASES or (fused and readers.get(number, 0) <= 1 and number not in stays):
                 sizes[number] = 0
     return sizes
 
