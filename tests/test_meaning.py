@@ -517,6 +517,32 @@ def test_two_sweeps_take_complex_results_of_the_model():
     np.testing.assert_allclose(steps(ax.Plan(accumulate=2)), steps(ax.Plan()), rtol=1e-9)
 
 
+PINNED = {
+    "cond": lambda y, b: jax.lax.cond(b["mask"].sum() > 0, lambda y: y.T, lambda y: y, y),
+    "while": lambda y, b: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1].T), (0, y))[1],
+    "scan": lambda y, b: jax.lax.scan(lambda c, _: (c.T, None), y, length=3)[0],
+}
+
+
+@pytest.mark.parametrize("what", PINNED)
+def test_rows_that_branches_or_trips_hold_in_other_dims_are_refused_in_microbatches_but_for_two_sweeps(what):
+    def loss(net, b):
+        out = net(b["x"])
+        turned = PINNED[what](out @ jnp.ones((out.shape[1], len(out))), b)
+        return (turned**2 * jnp.arange(len(out))[:, None]).mean() ** 0.5
+
+    model = ax.parallelize(Net(nnx.Rngs(0)), mesh_of(data=2), ax.Plan(accumulate=2))
+    with pytest.raises(
+        ValueError,
+        match=rf"the loss needs the model's results of other microbatches: {what} \(line \d+.*two_sweeps=True",
+    ):
+        model.trainer(optax.sgd(0.1), loss).step(batch_of(16))
+    if what == "while":  # JAX has no gradient of it
+        return
+    found = model.trainer(optax.sgd(0.1), ax.mixing_rows(loss, two_sweeps=True)).evaluate(batch_of(16))
+    np.testing.assert_allclose(found["loss"], loss(Net(nnx.Rngs(0)), batch_of(16)), rtol=1e-9)
+
+
 def test_two_sweeps_evaluate_all_rows_and_sweep_once():
     model = ax.parallelize(Net(nnx.Rngs(0)), mesh_of(data=2), ax.Plan(accumulate=2))
     trainer = model.trainer(optax.sgd(0.1), ax.mixing_rows(in_batch, two_sweeps=True))

@@ -76,10 +76,16 @@ class Following:
 
     def branches(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
         """The places of a conditional's results: those in which all branches can give them."""
-        first, *others = [self.program(branch, given) for branch in equation.branches]
-        for other in others:
-            first = [tuple(map(either, a, b)) for a, b in zip(first, other, strict=True)]
-        return first
+        cases = [self.program(branch, given) for branch in equation.branches]
+        found = cases[0]
+        for other in cases[1:]:
+            found = [tuple(map(either, a, b)) for a, b in zip(found, other, strict=True)]
+        for case in cases:
+            self.held(case, found)
+        return found
+
+    def held(self, made: Sequence[Places], found: Sequence[Places]) -> None:
+        """Called where values that are made in some places are held in others, as those of branches and carries."""
 
     def scan(self, equation: Equation, given: Sequence[Places]) -> tuple[list[Places], list[Places]]:
         """The places of a scan's carry, and of what it stacks."""
@@ -112,7 +118,7 @@ class Following:
 
     def _carried(self, carry: list[Places], trip: Callable[[list[Places]], list[Places]], count: int) -> list[Places]:
         """The places of a carry that hold in every trip; where trips disagree, whole."""
-        pinned: set[tuple[int, int]] = set()
+        pinned, given = set[tuple[int, int]](), carry
         while True:
             made, before = trip(carry)[:count], carry
             carry = []
@@ -124,6 +130,8 @@ class Following:
                     places.append(None if (i, g) in pinned else (a if a is not None else b))
                 carry.append(tuple(places))
             if carry == before:
+                self.held(given, carry)
+                self.held(made, carry)
                 return carry
 
 
@@ -148,6 +156,10 @@ class Watching(Following):
         wanted = list(zip(*(step.wanted for step in steps), strict=True)) if given else []
         self.moved |= any(step.act for step in steps[: self.watched]) or any(map(self.moves, given, wanted))
         return steps
+
+    def held(self, made: Sequence[Places], found: Sequence[Places]) -> None:
+        """Notes whether values are sent to be held in other places than they are made in."""
+        self.moved |= any(map(self.moves, made, found))
 
     def settled(self, places: Places) -> Places:
         """The places with every sum completed, which sends."""
