@@ -3,7 +3,9 @@
 import contextlib
 import dataclasses
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -198,6 +200,111 @@ def test_an_output_that_is_made_of_a_ranks_own_positions_is_refused():
     model = Joined()
     got = ax.parallelize(model, mesh, plan)(tokens)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, model(tokens))
+
+
+# Results of the model without positions, of its logits and a mask, whose rows count differently many positions.
+RIGHT = {
+    "first": lambda x, mask: x[:, 0],
+    "last, in a head": lambda x, mask: jnp.tanh(x[:, -1]) + 1,
+    "mean": lambda x, mask: x.mean(1),
+    "sum": lambda x, mask: x.sum(1),
+    "masked sum": lambda x, mask: jnp.einsum("blc,bl->bc", nnx.relu(x), mask),
+    "number": lambda x, mask: (x[:, 0] ** 2).mean(),
+}
+REFUSED = {
+    "most": lambda x, mask: x.max(1),
+    "masked mean": lambda x, mask: (x * mask[..., None]).sum(1) / mask.sum(1)[:, None],
+    "by a softmax": lambda x, mask: (jax.nn.softmax(x[..., 0], 1)[..., None] * x).sum(1),
+    "a function of the mean": lambda x, mask: jnp.tanh(x.mean(1)),
+    "centred": lambda x, mask: (x - x.mean(1, keepdims=True))[:, 0],
+}
+UNDER = {
+    "alone": ({"seq": 3}, {"axes": SEQ}),
+    "typed": ({"data": 2, "seq": 2}, {"axes": SEQ, "check_vma": True}),
+    "zigzag": ({"data": 2, "context": 2}, {"context": ax.Context(order="zigzag"), "accumulate": 2}),
+    "contiguous": ({"context": 2}, {"context": ax.Context(order="contiguous", sees="own")}),
+}
+
+
+class Pooled(Words):
+    splits_positions = True
+
+    def __init__(self, pool):
+        super().__init__()
+        self.pool = pool
+
+    def __call__(self, tokens, mask):
+        return self.pool(super().__call__(tokens), mask)
+
+
+class LinenPooled(nn.Module):
+    splits_positions = True
+
+    @nn.compact
+    def __call__(self, tokens, mask):
+        return LinenWords()(tokens)[:, 0]
+
+
+def pooled_loss(weighted):
+    def loss(model, batch):
+        out = model(batch["tokens"], batch["mask"])
+        each = (out**2).sum(-1) if out.ndim else out
+        if weighted:
+            return ax.WeightedMean((each * batch["rows"]).sum(), batch["rows"].sum())
+        return (each * batch["rows"]).mean(), {"most": each.max()}
+
+    return loss
+
+
+def pooled_batch(seed=0):
+    return batch_of(seed, 12) | {"mask": np.tri(ROWS, 12, 3).astype(np.float32)}
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("pool", "under"), [(pool, ["alone", "zigzag"][k % 2]) for k, pool in enumerate(RIGHT)])
+def test_what_the_model_returns_without_positions_is_that_of_whole_sequences(pool, under, weighted):
+    degrees, settings = UNDER[under]
+    loss, batches, plan = pooled_loss(weighted), [pooled_batch(0), pooled_batch(1)], ax.Plan(**settings)
+    if "accumulate" in settings and not weighted:  # the largest of all rows would need other microbatches
+        loss = lambda model, batch: pooled_loss(False)(model, batch)[0]
+    assert_equals_single_device(Pooled(RIGHT[pool]), loss, batches, plan, mesh=plain_mesh_of(degrees))
+
+
+@pytest.mark.parametrize("under", ["typed", "contiguous"])
+def test_one_position_is_that_of_whole_sequences_in_evaluation_and_of_a_linen_model(under):
+    degrees, settings = UNDER[under]
+    loss, batch, model, mesh = pooled_loss(False), pooled_batch(), LinenPooled(), plain_mesh_of(degrees)
+    params = model.init(jax.random.key(0), batch["tokens"], batch["mask"])
+    assert_equals_single_device(model, loss, [batch], ax.Plan(**settings), mesh=mesh, params=params)
+    found = (
+        ax.parallelize(Pooled(RIGHT["first"]), mesh, ax.Plan(**settings)).trainer(optax.sgd(0.1), loss).evaluate(batch)
+    )
+    wanted, metrics = loss(Pooled(RIGHT["first"]), batch)
+    np.testing.assert_allclose([found["loss"], found["most"]], [wanted, metrics["most"]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("under", UNDER)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_what_is_no_mean_or_sum_over_positions_and_none_of_them_is_refused_with_the_remedy(under, weighted):
+    degrees, settings = UNDER[under]
+    for what, pool in REFUSED.items():
+        model = ax.parallelize(Pooled(pool), plain_mesh_of(degrees), ax.Plan(**settings))
+        with pytest.raises(ValueError) as error:
+            model.trainer(optax.sgd(0.1), pooled_loss(weighted)).step(pooled_batch())
+        for words in ("no dim of positions", "'output': (", "Return one per position", "jax.lax.psum"):
+            assert words in str(error.value), (what, error.value)
+
+
+def test_what_the_loss_does_not_read_may_have_no_positions():
+    class Beside(Words):
+        def __call__(self, tokens):
+            return {"each": super().__call__(tokens), "most": super().__call__(tokens).max(1)}
+
+    own = lambda model, batch: loss(lambda tokens: model(tokens)["each"], batch)
+    trainer = ax.parallelize(Beside(), plain_mesh_of({"data": 2, "seq": 2}), ax.Plan(axes=SEQ)).trainer(
+        optax.sgd(0.1), own
+    )
+    np.testing.assert_allclose(trainer.step(batch_of())["loss"], loss(Words(), batch_of())[0].value, rtol=1e-5)
 
 
 def test_a_strategy_says_which_dim_holds_positions():

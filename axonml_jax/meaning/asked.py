@@ -206,7 +206,7 @@ class Asked:
         with self._seen(parts):
             traced = trace(fun, variables, key, given)
         drawn = drawn_by_rows(key, traced.jaxpr)
-        return replace(call, given=tuple(given), made=tuple(traced.made), draws=drawn)
+        return replace(call, given=tuple(given), made=tuple(traced.made), draws=drawn, traced=traced.jaxpr)
 
     def inlined(self, parts: Sequence[int]) -> Traced:
         """Traces the loss with the model's own code in it, and the model's state after it."""

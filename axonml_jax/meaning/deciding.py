@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from axonml_jax.base import warn
+from axonml_jax.base import named_leaves, warn
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.compat.model_call import Transformed
 from axonml_jax.compat.order import callers_line
@@ -18,7 +18,7 @@ from axonml_jax.compat.row_keys import KNOWN, Drawn, draws, is_row_key, rows_of
 from axonml_jax.meaning.asked import Asked, Traced, calls_alone
 from axonml_jax.meaning.microbatches import Division, Mixing, divided
 from axonml_jax.meaning.mixing import mixing_inside
-from axonml_jax.meaning.model_call import Call, RealCalls, calls_model
+from axonml_jax.meaning.model_call import Call, RealCalls, calls_model, no_share
 from axonml_jax.meaning.places import Group, Places
 from axonml_jax.meaning.plain_mean import is_plain_mean, talks
 from axonml_jax.model.loss import UNREAD
@@ -28,6 +28,7 @@ from axonml_jax.program.program import (
     all_but_named,
     among,
     made_by,
+    names_of,
     read_program,
     results,
     rule_of,
@@ -112,7 +113,8 @@ def decided(asked: Asked, *, in_layers: bool, trains: bool, inlines: bool) -> De
     if local is not None and (for_parts or local.weighted):
         if trains:
             _refuse_unread(asked, local)
-        return ROWS if for_parts or not _mixes(asked, local, inlines and not in_layers) else MIXED
+        if for_parts or not _pools(asked, local):
+            return ROWS if for_parts or not _mixes(asked, local, inlines and not in_layers) else MIXED
     found = _by_whole(asked, local, failed, in_layers=in_layers, trains=trains)
     if local is None or (isinstance(found, str) and found != ROWS):
         return found
@@ -135,15 +137,81 @@ def _by_whole(
         _refuse_unread(asked, whole)
     if local is not None and not is_row_key(asked.key):
         _refuse_same_draws(whole, local)
+    if _has_positions(asked):
+        return ROWS if talks(whole.program, asked.axes) else _by_positions(asked, whole, in_layers)
     if local is not None and _makes_numbers(asked, whole, local):
         return _inlined_decision(asked, in_layers, NUMBERS)
     if talks(whole.program, asked.axes):
         return ROWS
-    if _has_positions(asked):
-        return Decided(whole, tuple(_noted(asked, whole, k) for k in asked.everywhere))
     if local is not None and is_plain_mean(local, whole, asked.places(), asked.groups):
         return ROWS
     return Decided(whole, (local.noted if local is not None else calls_alone(asked, whole, 0),), failed=failed)
+
+
+def _by_positions(asked: Asked, whole: Traced, in_layers: bool) -> Decided | str:
+    """Decides where positions are split.
+
+    Raises:
+      ValueError: where the loss reads results without positions of which it is not known how they are made of the ranks'.
+    """
+    from axonml_jax.meaning.numbers import mixes_rows
+    from axonml_jax.meaning.pooled import shares
+
+    noted = [_noted(asked, whole, k) for k in asked.everywhere]
+    for k, group in enumerate(asked.groups):
+        own = noted[k]
+        pairs = [] if own is None else [(a, b) for a, b in zip(whole.noted, own, strict=False) if a.alike(b)]
+        if group.positions:
+            noted[k] = None if own is None else [replace(b, shares=shares(a, b, group)) for a, b in pairs]
+            _refuse_unshared(whole, noted[k] or (), group)
+        elif asked.mode.batch_norm_axes and any(mixes_rows(a, b, (group,)) for a, b in pairs if a.returns_numbers(b)):
+            return _inlined_decision(asked, in_layers, NUMBERS)
+    return Decided(whole, tuple(noted))
+
+
+def _refuse_unshared(whole: Traced, noted: Sequence[Call], group: Group) -> None:
+    wrong = {}
+    for number, call in enumerate(noted):
+        paths = named_leaves(call.out_treedef.unflatten(range(len(call.out_rest))))
+        names = [name for name, k in paths.items() if call.out_rest[k] is None]
+        floating = [jnp.issubdtype(aval.dtype, jnp.inexact) for aval in call.made]
+        for k in _read_of(whole, number, len(call.shares)):
+            if call.shares[k] is None and floating[k]:
+                wrong[names[k] or "output"] = call.made[k]
+    if wrong:
+        raise no_share(wrong, group)
+
+
+def _read_of(whole: Traced, number: int, count: int) -> list[int]:
+    """Which of the first results of a call of the model the loss reads."""
+    made = made_by(whole.program.equations, whole.program.outputs)
+    read = {n for each in made for n in each.read} | set(names_of(whole.program.outputs))
+    top = [each for each in made if each.name == MODEL_CALL and each.op.options["number"] == number]
+    inside = any(calls_model(each) for each in made if each.name != MODEL_CALL)
+    return [k for k in range(count) if any(each.outputs[k] in read for each in top) or (not top and inside)]
+
+
+def _pools(asked: Asked, local: Traced) -> bool:
+    """Whether a loss reads arrays of the model without positions that each rank makes of its own positions.
+
+    A number that a rank makes of its positions is the loss's own sum over them, unless it is known to be one position's.
+    """
+    if not _has_positions(asked) or not local.noted:
+        return False
+    from axonml_jax.meaning.pooled import pooled, shares
+
+    try:
+        whole = asked.traced(())
+    except Exception:  # the model's code takes a rank's part alone
+        return False
+    for k, group in enumerate(asked.groups):
+        own = (_noted(asked, whole, k) or ()) if group.positions else ()
+        for number, (a, b) in enumerate(zip(whole.noted, own, strict=False)):
+            found = {n for n in pooled(a, b, group) if a.made[n].shape}
+            found |= {n for n, share in enumerate(shares(a, b, group)) if isinstance(share, int)}
+            if not found.isdisjoint(_read_of(whole, number, len(a.made))):
+                return True
+    return False
 
 
 def _mixes(asked: Asked, local: Traced, inlines: bool) -> bool:

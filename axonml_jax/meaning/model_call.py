@@ -7,10 +7,10 @@ program is run on a rank's rows.
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -32,6 +32,9 @@ from axonml_jax.program.program import Equation, all_but_named, read_program
 
 Path = tuple[Any, ...]
 
+Share = Fraction | int
+"""How an array of the whole batch is made of the ranks': a factor times their sum, or the one of the rank with this number."""
+
 
 @dataclass(frozen=True, eq=False)
 class Call:
@@ -49,6 +52,8 @@ class Call:
       set: the attributes of its modules that the loss has set before it, such as those of `model.eval()`.
       draws: what is drawn in it, where keys are those of rows (`compat/row_keys.py`).
       traced: its trace, of the variables, a key and the arrays, flat: it is read where shapes do not say enough.
+      shares: of a call at a part of the positions, how each array that is returned is made of the ranks' where it has no
+        positions (`pooled.py`); None: it is not known how. An array without a share is the mean.
     """
 
     path: Path
@@ -63,6 +68,7 @@ class Call:
     set: tuple[Attribute, ...] = ()
     draws: tuple[Drawn, ...] = ()
     traced: Any = None
+    shares: tuple[Share | None, ...] = ()
 
     def alike(self, other: "Call") -> bool:
         """Whether another call is the same, perhaps at other shapes."""
@@ -429,12 +435,21 @@ class RealCalls:
         else:
             shapes = [places_of(a.shape, jnp.shape(x), self.groups) for x, a in zip(made, call.made, strict=True)]
             places = self._of_results(call, wanted, shapes)
-        held = zip(made, call.made, places, strict=True)
-        return [self._held(x, aval, at, run.ranks) for x, aval, at in held]
+        held = zip(made, call.made, places, self.shares(number), strict=True)
+        return [self._held(x, aval, at, own, run.ranks) for x, aval, at, own in held]
 
     def made(self, number: int, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """The arrays that a call returns on this rank."""
         return self.whole[number].run(self.bound, arrays)
+
+    def shares(self, number: int) -> list[tuple[Share | None, ...]]:
+        """How each result of a call is made of the ranks' of each group, where it is a sum over them: mostly their mean."""
+        found: list[list[Share | None]] = []
+        for k, group in enumerate(self.groups):
+            own = [] if self.local is None else self.local[k][number].shares
+            mean = None if self.local is None and group.positions else Fraction(1, group.ranks)
+            found.append([*own, *[mean] * (len(self.whole[number].made) - len(own))])
+        return list(zip(*found, strict=True))
 
     def places(self, number: int) -> list[Places]:
         """The places of a call's results, before it is made.
@@ -489,14 +504,50 @@ class RealCalls:
                     raise Unclear
         return [tuple(None if place == SUM else place for place in places) for places in given]
 
-    def _held(self, x: Any, aval: Any, places: Places, ranks: Ranks) -> Value:
+    def _held(self, x: Any, aval: Any, places: Places, shares: Sequence[Share | None], ranks: Ranks) -> Value:
         """A result as a `Value`: split along dims that are shorter here; without one a mean over ranks, if it is floating."""
-        parts = math.prod(group.ranks for group, place in zip(self.groups, places, strict=True) if place == SUM)
-        if parts > 1 or SUM in places:
-            return Value(aval.shape, aval.dtype, places, lambda _: ranks.vary(x / parts))
+        if SUM in places:
+            return Value(aval.shape, aval.dtype, places, lambda _: ranks.vary(summand(x, places, shares, ranks)))
         if all(places):
             return ranks.held(x, places, aval.shape)
         return Value(aval.shape, aval.dtype, (None,) * len(places), lambda _: no_mean(aval))
+
+
+def summand(x: jax.Array, places: Places, shares: Sequence[Share | None], ranks: Ranks) -> jax.Array:
+    """What a rank adds to a sum over ranks.
+
+    Args:
+      x: what it has.
+      places: in which groups it is a sum.
+      shares: how the whole is made of what ranks have, for each group.
+      ranks: the ranks.
+
+    Raises:
+      ValueError: where that is not known.
+    """
+    factor = Fraction(1)
+    for group, place, share in zip(ranks.groups, places, shares, strict=True):
+        if place != SUM:
+            continue
+        if share is None:
+            raise no_share({"output": jax.typeof(x)}, group)
+        if isinstance(share, Fraction):
+            factor *= share
+        else:
+            x = jnp.where(ranks.index(group) == share, x, jnp.zeros_like(x))
+    x = x if factor.numerator == 1 else x * factor.numerator
+    return x if factor.denominator == 1 else x / factor.denominator
+
+
+def no_share(wrong: Mapping[str, Any], group: Group) -> ValueError:
+    """The error for results of the model without positions of which it is not known how they are made of the ranks'."""
+    shapes = {name: tuple(aval.shape) for name, aval in wrong.items()}
+    return ValueError(
+        "the loss reads these results of the model, which have no dim of positions, but each rank along "
+        f"{', '.join(group.axes)} computes them from its own positions: {shapes} (output: shape). As far as the model's "
+        "operations show, they are neither a mean or a sum over positions, nor made of one position. Return one per position "
+        "and pool them in the loss, or reduce them over the axis in the model (jax.lax.psum)"
+    )
 
 
 def _is_merged(aval: Any, place: Split | None, sizes: set[int]) -> bool:

@@ -139,7 +139,7 @@ class Walk:
             return [self._by_number(equation, given)]
         if equation.called is not None or equation.op.checkpointed is not None:
             return self._body(equation, own, given)
-        if equation.op.bodies or _options(equation) != _options(own):
+        if equation.op.bodies or options_of(equation) != options_of(own):
             raise NotProven
         if not any(any(known.places) for known in given):
             return self._alike(equation, own)
@@ -242,6 +242,6 @@ def _is_float(x: Any) -> bool:
 _OF_SHAPES = ("shape", "new_sizes", "limit_indices", "slice_sizes", "sharding", "out_sharding")
 
 
-def _options(equation: Equation) -> str:
+def options_of(equation: Equation) -> str:
     """The options of an equation as text, without those that hold shapes."""
     return str({name: value for name, value in equation.op.options.items() if name not in _OF_SHAPES})

@@ -5,9 +5,9 @@ by these results. The second runs the model again and gives every microbatch the
 2021). The price is one more forward, and the results of all microbatches in memory.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.meaning.interpreter import Interpreter
-from axonml_jax.meaning.model_call import RealCalls, no_mean
+from axonml_jax.meaning.model_call import RealCalls, Share, no_mean, summand
 from axonml_jax.meaning.places import SUM, Places, Split, local_outer
 from axonml_jax.meaning.values import Ranks, Value
 from axonml_jax.model.loss import Loss, WeightedMean
@@ -85,6 +85,7 @@ def of_all_rows(
     read: Mapping[int, jax.Array],
     results: Sequence[jax.Array],
     places: Sequence[Places],
+    shares: Sequence[Sequence[Share | None]],
     ranks: Ranks,
 ) -> Swept:
     """Computes the loss of all rows from the model's results, and its gradients by these.
@@ -96,19 +97,20 @@ def of_all_rows(
       read: the inputs that are differentiated by, by their place among the values.
       results: the results of the model's calls, [count, ...] each.
       places: the places of these results, for all microbatches of all ranks, and for positions.
+      shares: how they are made of the ranks' where they are sums over them.
       ranks: the ranks.
 
     Communicates: what the loss's meaning needs, and its transpose.
     """
     numbers = calls_of(program)
-    at = dict(zip(numbers, places, strict=True))
+    at = dict(zip(numbers, zip(places, shares, strict=True), strict=True))
     moves = [jnp.issubdtype(x.dtype, jnp.inexact) for x in results]
     fixed = {n: x for n, x, own in zip(numbers, results, moves, strict=True) if not own}
     differentiated = [n for n, own in zip(numbers, moves, strict=True) if own]
 
     def total(results: list[jax.Array], beside: list[jax.Array]) -> tuple[jax.Array, Loss]:
         stacks = fixed | dict(zip(differentiated, results, strict=True))
-        known = {n: _joined(stacks[n], program.avals[n], at[n], ranks) for n in numbers}
+        known = {n: _joined(stacks[n], program.avals[n], *at[n], ranks) for n in numbers}
         given = list(values)
         for k, x in zip(read, beside, strict=True):
             given[k] = ranks.held(x, given[k].places, given[k].shape)
@@ -122,15 +124,17 @@ def of_all_rows(
     return Swept(of_results, of_read, sums)
 
 
-def _joined(stack: jax.Array, aval: Any, places: Places, ranks: Ranks) -> Value:
+def _joined(stack: jax.Array, aval: Any, places: Places, shares: Sequence[Share | None], ranks: Ranks) -> Value:
     """Joins results of microbatches along their dim of rows; floating ones without rows are averaged."""
     if None in places:
         return Value(aval.shape, aval.dtype, ranks.none, lambda _: no_mean(aval))
     held = tuple(None if group.ranks == 1 else place for group, place in zip(ranks.groups, places, strict=True))
     rows = places[0]
     array = _in_rows(stack, rows, places, ranks) if isinstance(rows, Split) else stack.mean(0)
-    parts = math.prod(group.ranks for group, place in zip(ranks.groups, held, strict=True) if place == SUM)
-    return ranks.held(array / parts if SUM in held else array, held, aval.shape)
+    shares = (Fraction(1, ranks.groups[0].ranks), *shares[1:])  # microbatches are averaged
+    if SUM not in held:
+        return ranks.held(array, held, aval.shape)
+    return Value(aval.shape, aval.dtype, held, lambda _: ranks.vary(summand(array, held, shares, ranks)))
 
 
 def _in_rows(stack: jax.Array, rows: Split, places: Places, ranks: Ranks) -> jax.Array:

@@ -290,11 +290,12 @@ class WholeBatch:
         ranks, program = Ranks(groups, self.most_gathered, self._alone), decided.whole.program
         calls = RealCalls(None, decided.whole.noted, decided.noted, (self._group(batches.count), *groups[1:]))
         places = [each for k in range(len(calls.whole)) for each in calls.places(k)]
+        shares = [each for k in range(len(calls.whole)) for each in calls.shares(k)]
         number = len(places)
         beside = {k: x[0] for k, x in zip(self._beside(asked, batches), results[number:], strict=True)}
         loss_of = lambda outputs: decided.whole.out_tree.unflatten(outputs)[0]
         values = _values(ranks, asked, decided.whole)
-        swept = of_all_rows(program, loss_of, values, beside, results[:number], places, ranks)
+        swept = of_all_rows(program, loss_of, values, beside, results[:number], places, shares, ranks)
         each = lambda x: jnp.broadcast_to(x, (batches.count, *x.shape))
         stacked = replace(swept, read=list(map(each, swept.read)), loss=jax.tree.map(each, swept.loss))
         return replace(batches, swept=stacked)
