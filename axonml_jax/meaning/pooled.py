@@ -12,9 +12,10 @@ from fractions import Fraction
 from operator import or_
 from typing import Any
 
-import jax
 import numpy as np
+from jax.core import Tracer
 
+from axonml_jax.base import is_key
 from axonml_jax.meaning.model_call import Call, Share, Unclear, place_of
 from axonml_jax.meaning.places import Group, Places, Split, split_sizes
 from axonml_jax.meaning.plain_mean import Known, NotProven, Walk, options_of
@@ -121,7 +122,7 @@ class _Back(Walk):
         for equation in reversed(whole.equations):
             level.step_back(equation)
         for number, value in whole.constants.items():
-            own = local.constants.get(level.pairs.get(number))
+            own = local.constants.get(level.pairs.get(number, -1))
             env[number] = WHOLE if own is not None and _equal(value, own) else UNKNOWN
         for equation, own in reversed(level.steps):
             made = None if own is None else self._made(equation, own, level, env)
@@ -235,8 +236,10 @@ class _Level:
         if not there:
             return
         own = self._makers[1].get(there[0][1])
-        alike = own is not None and own.name == equation.name and len(own.inputs) == len(equation.inputs)
-        if not alike or any(k >= len(own.outputs) or own.outputs[k] != number for k, number in there):
+        if own is not None and (
+            (own.name, len(own.inputs)) != (equation.name, len(equation.inputs))
+            or any(k >= len(own.outputs) or own.outputs[k] != number for k, number in there)
+        ):
             own = None
         self.steps.append((equation, own))
         for a, b in zip(equation.inputs, () if own is None else own.inputs, strict=own is not None):
@@ -258,8 +261,8 @@ class _Level:
 
 def _equal(a: Any, b: Any) -> bool:
     """Whether two constants are the same."""
-    if a is b or isinstance(a, jax.core.Tracer) or isinstance(b, jax.core.Tracer):
+    if a is b or isinstance(a, Tracer) or isinstance(b, Tracer):
         return a is b
-    if jax.dtypes.issubdtype(getattr(a, "dtype", None), jax.dtypes.extended):
+    if is_key(a) or is_key(b):
         return False
     return np.shape(a) == np.shape(b) and np.array_equal(a, b)

@@ -258,7 +258,7 @@ class StageCosts:
             value = tuple(value) if isinstance(value, Sequence) else value
             object.__setattr__(self, name, value)
             times = value if isinstance(value, tuple) else (value,)
-            if not all(isinstance(time, Real) and 0 <= time < math.inf for time in times):
+            if not all(isinstance(time, Real) and 0 <= float(time) < math.inf for time in times):
                 problems.append(f"{name}={value!r}: a time is a finite number, 0 or more")
         if len({len(times) for times in self._sequences()}) > 1:
             given = {name: len(times) for name, times in vars(self).items() if isinstance(times, tuple)}

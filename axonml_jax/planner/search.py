@@ -1120,7 +1120,7 @@ def _budget(max_memory: Any) -> float:
         size = bytes_meant(max_memory) if isinstance(max_memory, str) else max_memory
     except ValueError:
         raise problem from None
-    if not isinstance(size, numbers.Real) or isinstance(size, bool) or not 1 < size < math.inf:
+    if not isinstance(size, numbers.Real) or isinstance(size, bool) or not 1 < float(size) < math.inf:
         raise problem
     return float(size)
 

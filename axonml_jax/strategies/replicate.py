@@ -147,7 +147,7 @@ class Replicate(AbstractStrategy, Bucketed, Reducer, Decides):
 
 
 def _is_positive(number: Any) -> bool:
-    return isinstance(number, Real) and not isinstance(number, bool) and number > 0
+    return isinstance(number, Real) and not isinstance(number, bool) and float(number) > 0
 
 
 def _is_floating(dtype: Any) -> bool:
