@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -174,6 +175,40 @@ def test_the_librarys_own_oracle_joins_and_updates_too(name):
     rows = 2 * math.prod(degrees.values()) // degrees.get("pipe", 1) * plan.microbatches
     batches = [batch_of(rows, seed) for seed in range(2)]
     assert_equals_single_device(make(), loss_fn, batches, plan, mesh=plain_mesh_of(degrees), params=params)
+
+
+class Counting(nnx.Module):
+    """Counts rows by itself, and centres them, or lets the loss count."""
+
+    state_joins: ClassVar = {"rows": "sum"}
+
+    def __init__(self, by_loss=False):
+        self.layer, self.rows, self.by_loss = linear(5, 2, nnx.Rngs(0)), nnx.Variable(jnp.int32(7)), by_loss
+
+    def count(self, x):
+        self.rows[...] += jnp.int32(x.shape[0])
+
+    def __call__(self, x):
+        if not self.by_loss:
+            self.count(x)
+            x = x - x.mean(0)
+        return self.layer(x)
+
+
+def counting_loss(model, batch):
+    loss = jnp.sqrt(jnp.square(model(batch["x"])).mean())
+    if model.by_loss:
+        model.rows[...] += jnp.int32(batch["x"].shape[0])
+    return loss
+
+
+@pytest.mark.parametrize("by_loss", [False, True])
+@pytest.mark.parametrize("typed", [False, True])
+def test_a_sum_that_every_rank_has_of_the_whole_batch_is_added_once(by_loss, typed):
+    trainer = parallel({"data": 4}, {"check_vma": typed}, Counting(by_loss)).trainer(TX, counting_loss)
+    for _ in range(2):
+        trainer.step(batch_of(8))
+    assert trainer.model.module.rows[...] == 7 + 2 * 8
 
 
 def changed(**attributes):

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from axonml_jax.base import LossFn, PyTree
+from axonml_jax.base import LossFn, PyTree, path_name
+from axonml_jax.collectives.primitives import axis_index
 from axonml_jax.meaning.asked import Asked, SplitOf, Traced
 from axonml_jax.meaning.deciding import ROWS, UNPLACED, Decided, decided, in_microbatches, refuse_draws, unknown
 from axonml_jax.meaning.interpreter import Interpreter
@@ -175,8 +176,9 @@ class WholeBatch:
         calls = RealCalls(bound, whole.noted, decided.noted, ranks.groups)
         values = _values(ranks, asked, whole)
         loss, changed = whole.out_tree.unflatten(Interpreter(ranks, calls).run(whole.program, values))
-        put_variables(bound, dict(zip(whole.changed, [ranks.settled(x, ranks.none) for x in changed], strict=True)))
-        return _as_sums(loss, ranks), asked.model.state_of(bound)
+        settled = [ranks.settled(x, ranks.none) for x in changed]
+        put_variables(bound, dict(zip(whole.changed, settled, strict=True)))
+        return _as_sums(loss, ranks), _added_once(asked, asked.model.state_of(bound), settled)
 
     def _inlined(self, asked: Asked, ranks: Ranks, on_rows: Callable, why: str) -> tuple[Loss, PyTree]:
         """Runs the loss with the model's own code in its program, where the loss differentiates or maps the model."""
@@ -188,7 +190,8 @@ class WholeBatch:
         values = _values(ranks, asked, whole)
         loss, state = whole.out_tree.unflatten(Interpreter(ranks).run(whole.program, values))
         treedef = jax.tree.structure(asked.variables.state)
-        return _as_sums(loss, ranks), treedef.unflatten([ranks.settled(x, ranks.none) for x in state])
+        settled = [ranks.settled(x, ranks.none) for x in state]
+        return _as_sums(loss, ranks), _added_once(asked, treedef.unflatten(settled), settled)
 
     # Microbatches
 
@@ -249,8 +252,10 @@ class WholeBatch:
         }
         metrics |= {f"{LATE}{number}": WeightedMean(value, one) for number, value in late.items()}
         total = loss.total if decided.slope is None else late[decided.slope]
-        put_variables(bound, dict(zip(whole.changed, [ranks.settled(x, ranks.none) for x in changed], strict=True)))
-        return _as_sums(Loss(total, loss.weight, metrics), ranks), asked.model.state_of(bound)
+        settled = [ranks.settled(x, ranks.none) for x in changed]
+        put_variables(bound, dict(zip(whole.changed, settled, strict=True)))
+        state = _added_once(asked, asked.model.state_of(bound), settled)
+        return _as_sums(Loss(total, loss.weight, metrics), ranks), state
 
     # Two sweeps
 
@@ -363,6 +368,21 @@ class WholeBatch:
         of_sum = lambda x: of((later.total,), sums | {decided.slope: x})[0]
         value, slope = jax.value_and_grad(of_sum)(ranks.vary(loss))
         return ranks.unvaried(value), kept, ranks.unvaried(slope)
+
+
+def _added_once(asked: Asked, state: PyTree, whole: Sequence[jax.Array]) -> PyTree:
+    """The state in which the first rank alone adds to a declared sum what is the whole batch's already (`whole`).
+
+    Ranks add up what each of them has added to such a leaf.
+    """
+    joins, done = asked.model.state_joins(), {id(x) for x in whole}
+
+    def own(path: Any, before: Any, leaf: jax.Array) -> jax.Array:
+        if joins.get(path_name(path)) != "sum" or id(leaf) not in done:
+            return leaf
+        return jnp.where(axis_index(asked.axes) == 0, leaf, before)
+
+    return jax.tree_util.tree_map_with_path(own, asked.variables.state, state)
 
 
 LATE, LATE_WEIGHT = "axonml late sum ", "axonml late sum weight"
