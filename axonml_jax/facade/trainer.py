@@ -719,7 +719,7 @@ class Trainer(Generic[M]):
             return found
 
     def check(self, batch: PyTree, *, strict: bool = False) -> "Check":
-        """The loss, metrics and gradients of a batch under the plan, beside those of `loss_fn` called plainly on one device.
+        """The loss, metrics, gradients and the model's state of a batch under the plan, and of `loss_fn` plainly on one device.
 
         Nothing of the run is changed. One device of every process must hold the whole model and what the whole batch needs;
         every process must call it, with whole batches.
@@ -737,7 +737,7 @@ class Trainer(Generic[M]):
         """
         with no_mesh_around(), folding:
             from axonml_jax.training.evaluate import Differentiate
-            from axonml_jax.training.single_device import Check, compared, draws, is_low, not_comparable, plainly
+            from axonml_jax.training.single_device import Check, compared_with, draws, not_comparable
 
             refuse_tracing("trainer.check")
             batch = host_arrays(batch)
@@ -756,12 +756,13 @@ class Trainer(Generic[M]):
                 return Check(left_out=left_out)
             program = Differentiate(view, placement, model.mesh, self._loss_fn, training=training, sync=True)
             placed = place(key, jax.sharding.PartitionSpec(), model.mesh)
-            loss, metrics, grads, _ = program(variables, placed, batch)
+            loss, metrics, grads, state = program(variables, placed, batch)
             zero = not any(map(np.any, jax.tree.leaves(to_host(grads))))
             _tell_unread(self, program.trace(variables, placed, batch), shapes_of(batch), zero=zero)
-            got = {"loss": loss, "metrics": metrics, "gradients": program.rest.outside(grads, model.mesh)}
-            (loss, metrics), grads = plainly(view, self._loss_fn, mode, whole, shard_key(key, 0, 0), given)
-            found = compared(got, {"loss": loss, "metrics": metrics, "gradients": grads}, is_low(placement))
+            state = model._rest.whole(replace(variables, state=state), model.mesh).state
+            grads = program.rest.outside(grads, model.mesh)
+            got = {"loss": loss, "metrics": metrics, "gradients": grads, "state": state}
+            found = compared_with(got, placement, (view, self._loss_fn, mode), whole, shard_key(key, 0, 0), given)
             if strict and found.differs:
                 raise ValueError(str(found))
             return found

@@ -1,7 +1,8 @@
 """A plan's step beside the user's own function, plainly called on one device: how close they must be, and what differs."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,7 +35,8 @@ LOW_PRECISION = 5e-2
 """With a 16-bit dtype in the policy, or rounded sends (`is_low`): max|a - b| <= LOW_PRECISION * max|b| per leaf."""
 
 ROUNDING = 1e-6
-"""In a check of one batch, differences of float32 gradients below this share of the largest gradient do not count."""
+"""In a check of one batch, differences of float32 gradients below this share of the largest gradient do not count, nor those of
+the model's state below it."""
 
 
 def difference(got: Any, wanted: Any, low_precision: bool, floor: float = 0.0) -> str | None:
@@ -69,8 +71,8 @@ def is_low(placement: Placement) -> bool:
 
 def plainly(
     model: Functional, loss_fn: LossFn, mode: Mode, variables: Variables, key: jax.Array, batch: PyTree
-) -> tuple[tuple[jax.Array, dict[str, jax.Array]], PyTree]:
-    """((loss, metrics), gradients) of the user's function, called on the whole batch on one device.
+) -> tuple[tuple[jax.Array, dict[str, jax.Array]], PyTree, PyTree]:
+    """((loss, metrics), gradients, state) of the user's function, called on the whole batch on one device.
 
     Args:
       model, loss_fn: the user's.
@@ -79,27 +81,94 @@ def plainly(
       key: what the model may draw with.
       batch: all rows.
     """
-    precision = mode.precision
 
-    def total(params: PyTree) -> tuple[jax.Array, Loss]:
-        read = precision.cast_compute(params), precision.cast_compute(variables.frozen)
-        called = lambda variables, key, batch: parse_loss(loss_fn(model.bind(variables, key, mode), batch))
-        loss = reading_float8(called, precision, Variables(*read, variables.state), key, batch)
-        return loss.total if loss.weight is None else per_weight(loss.total, loss.weight), loss
+    def total(params: PyTree) -> tuple[jax.Array, tuple[Loss, PyTree]]:
+        loss, state = _called(model, loss_fn, mode, replace(variables, params=params), key, batch)
+        return loss.total if loss.weight is None else per_weight(loss.total, loss.weight), (loss, state)
 
-    (value, loss), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(variables.params)
-    return (value, {name: metric.value for name, metric in loss.metrics.items()}), grads
+    (value, (loss, state)), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(variables.params)
+    return (value, {name: metric.value for name, metric in loss.metrics.items()}), grads, state
+
+
+def _called(
+    model: Functional, loss_fn: LossFn, mode: Mode, variables: Variables, key: jax.Array, batch: PyTree
+) -> tuple[Loss, PyTree]:
+    """The loss, and the model's state after it."""
+
+    def called(variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
+        bound = model.bind(variables, key, mode)
+        return parse_loss(loss_fn(bound, batch)), model.state_of(bound)
+
+    cast = mode.precision.cast_compute
+    read = Variables(cast(variables.params), cast(variables.frozen), variables.state)
+    return reading_float8(called, mode.precision, read, key, batch)
+
+
+def state_after(
+    placement: Placement, called: Callable[[PyTree, PyTree], PyTree], state: PyTree, batch: PyTree
+) -> PyTree:
+    """The model's state after one device has taken a plan's microbatches, each of all ranks' rows, one after another.
+
+    Args:
+      placement: the plan on its mesh.
+      called: `called(state, batch)` is the state after a call.
+      state: the state before.
+      batch: all rows.
+    """
+    ranks, count = placement.ranks(placement.axes.rows), placement.plan.microbatches
+
+    def rows(x: Any, number: int) -> Any:
+        if not jnp.ndim(x):
+            return x
+        size = x.shape[0] // (ranks * count)
+        return x.reshape(ranks, count, size, *x.shape[1:])[:, number].reshape(ranks * size, *x.shape[1:])
+
+    called = jax.jit(called)
+    for number in range(count):
+        state = called(state, jax.tree.map(partial(rows, number=number), batch))
+    return state
+
+
+def states_beside(
+    placement: Placement,
+    of: tuple[Functional, LossFn, Mode],
+    variables: Variables,
+    key: jax.Array,
+    batch: PyTree,
+    states: tuple[PyTree, PyTree],
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state under the plan and on one device, by path, without leaves that it draws otherwise.
+
+    Args:
+      placement: the plan on its mesh.
+      of, variables, key, batch: as of `plainly`.
+      states: the state under the plan, and the one that `plainly` returned.
+    """
+    called = lambda state, batch, key: _called(*of, replace(variables, state=state), key, batch)[1]
+    plan, (got, wanted) = placement.plan, states
+    if not named_leaves(wanted):
+        return {}, {}
+    if plan.microbatches > 1:
+        wanted = state_after(placement, lambda state, batch: called(state, batch, key), variables.state, batch)
+    parts = placement.ranks(placement.axes.rows) * plan.microbatches
+    exact = parts == 1 or (plan.draws == "rows" and plan.microbatches == 1)
+    random = set() if exact else drawn(lambda key: called(variables.state, batch, key), key)
+    kept = lambda tree: {name: leaf for name, leaf in named_leaves(tree).items() if name not in random}
+    return kept(got), kept(wanted)
 
 
 def draws(model: Functional, loss_fn: LossFn, mode: Mode, variables: Variables, key: jax.Array, batch: PyTree) -> bool:
     """Whether a loss depends on random numbers that the model draws."""
+    return bool(drawn(lambda key: parse_loss(loss_fn(model.bind(variables, key, mode), batch)), key))
 
-    def fun(key: jax.Array) -> Loss:
-        return parse_loss(loss_fn(model.bind(variables, key, mode), batch))
 
-    program = read_program(trace(fun, key).jaxpr)
-    needed = made_by(program.equations, program.outputs)
-    return any(program.inputs[0] in equation.read for equation in needed)
+def drawn(fun: Callable[[jax.Array], PyTree], key: jax.Array) -> set[str]:
+    """Paths of a function's results that depend on its random key."""
+    traced = trace(fun, key)
+    program = read_program(traced.jaxpr)
+    by_key = lambda atom: any(program.inputs[0] in each.read for each in made_by(program.equations, [atom]))
+    leaves = named_leaves(traced.out_tree.unflatten(program.outputs))
+    return {name for name, atom in leaves.items() if by_key(atom)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -112,10 +181,15 @@ MIXED = (
     "with a rank's rows"
 )
 
+OWN_STATE = (
+    "the model's own state (state/...) is the mean of the ranks' (floats) or the first rank's: its class may declare another "
+    'join, such as state_joins = {"count": "sum"}, and batch_stats="local" says that a rank\'s own is meant'
+)
+
 
 @dataclass(frozen=True)
 class Check:
-    """A plan's loss, metrics and gradients of one batch beside those of the user's function on one device; print it.
+    """A plan's loss, metrics, gradients and state of one batch beside those of the user's function on one device; print it.
 
     Attributes:
       differs: by the path of a leaf, the largest difference and the tolerance.
@@ -137,13 +211,14 @@ class Check:
         found = f"{len(self.differs)} of {self.compared} leaves differ" if self.differs else found
         lines = [f"plan against one device: {found}"]
         lines += [f"  {name}: {row}" for name, row in self.differs.items()]
-        lines += [MIXED] * bool(self.differs)
+        of_state = [name.startswith("state/") for name in self.differs]
+        lines += [MIXED] * (not all(of_state)) + [OWN_STATE] * any(of_state)
         return "\n".join(lines + [f"  not compared: {name}: {why}" for name, why in self.left_out.items()])
 
 
 def compared(got: PyTree, wanted: PyTree, low_precision: bool) -> Check:
-    """Compares trees of `loss`, `metrics` and `gradients` leaf by leaf (`difference`)."""
-    got, wanted = named_leaves(to_host(got)), named_leaves(to_host(wanted))
+    """Compares trees of `loss`, `metrics`, `gradients` and `state` leaf by leaf (`difference`)."""
+    got, wanted = (named_leaves(to_host(jax.tree.map(_numbers, tree))) for tree in (got, wanted))
     largest = [np.max(np.abs(x), initial=0) for name, x in wanted.items() if name.startswith("gradients/")]
     floor = ROUNDING * float(max((x for x in largest if np.isfinite(x)), default=0.0))
     differs = {}
@@ -152,10 +227,57 @@ def compared(got: PyTree, wanted: PyTree, low_precision: bool) -> Check:
             differs[name] = "only under the plan" if name in got else "only on one device"
             continue
         x64 = jnp.result_type(wanted[name]) in (jnp.float64, jnp.complex128)
-        near = floor if name.startswith("gradients/") and not x64 else 0.0
+        near = (
+            0.0 if x64 else floor if name.startswith("gradients/") else ROUNDING if name.startswith("state/") else 0.0
+        )
         if row := difference(got[name], wanted[name], low_precision, near):
             differs[name] = row
     return Check(differs, {}, len({*got, *wanted}))
+
+
+def _numbers(x: Any) -> Any:
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def compared_with(
+    got: dict[str, Any],
+    placement: Placement,
+    of: tuple[Functional, LossFn, Mode],
+    variables: Variables,
+    key: jax.Array,
+    batch: PyTree,
+) -> Check:
+    """Compares what a plan makes of a batch (`loss`, `metrics`, `gradients`, `state`) with one device.
+
+    Args:
+      got: what the plan makes.
+      placement: the plan on its mesh.
+      of: the model, the user's loss, and how the model runs.
+      variables, key, batch: as of `plainly`.
+    """
+    (loss, metrics), grads, state = plainly(*of, variables, key, batch)
+    own, wanted = states_beside(placement, of, variables, key, batch, (got["state"], state))
+    made = {"loss": loss, "metrics": metrics, "gradients": grads, "state": wanted}
+    return left_to_ranks(compared({**got, "state": own}, made, is_low(placement)), of[0], placement)
+
+
+def left_to_ranks(found: Check, model: Functional, placement: Placement) -> Check:
+    """The check without state that differs because the user says so: joined as declared, or each rank's own.
+
+    Args:
+      found: what was compared.
+      model: the model.
+      placement: the plan on its mesh.
+    """
+    joins, own = model.state_joins(), placement.plan.batch_stats == "local"
+    differs, left_out = dict(found.differs), dict(found.left_out)
+    for path in [name.removeprefix("state/") for name in differs if name.startswith("state/")]:
+        if (join := joins.get(path)) is not None:
+            left_out[f"state/{path}"] = f"its class declares {join!r} in state_joins; {differs.pop(f'state/{path}')}"
+        elif own:
+            differs.pop(f"state/{path}")
+            left_out[f"state/{path}"] = "each shard has its own (batch_stats)"
+    return replace(found, differs=differs, left_out=left_out, compared=found.compared - len(left_out))
 
 
 def not_comparable(model: Functional, placement: Placement, mode: Mode, drawing: bool) -> Iterator[tuple[str, str]]:
