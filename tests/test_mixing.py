@@ -1,6 +1,7 @@
 """Rows that a model's own code mixes are those of the whole batch under every plan, or a warning names the line."""
 
 import warnings
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -54,11 +55,48 @@ DECIDED = {
     "by a branch": lambda h: jax.lax.cond(h[:, 0].max() > 0.9, lambda h: 2 * h, jnp.tanh, h),
     "by when a loop ends": lambda h: h + until_small(h),
 }
+NUMBERED = {
+    "by their number": lambda h: h * len(h),
+    "over their number": lambda h: jnp.exp(h / len(h)),
+    "beside their number": lambda h: h + 1 / len(h),
+    "to a power": lambda h: jnp.abs(h) ** len(h),
+    "by their numbers": lambda h: h + 0.1 * jnp.arange(len(h))[:, None],
+    "by numbers of NumPy": lambda h: h + 0.1 * np.arange(len(h))[:, None],
+    "chosen by their numbers": lambda h: jnp.where(jnp.arange(len(h))[:, None] < 3, h, 0),
+    "beside a diagonal": lambda h: h + jnp.eye(*h.shape),
+    "along a line": lambda h: h * jnp.linspace(0, 1, len(h))[:, None],
+    "numbers as a feature": lambda h: jnp.concatenate([h[:, 1:], jnp.arange(len(h))[:, None] / 8], 1),
+    "the first": lambda h: h - h[:1],
+    "the last": lambda h: h - h[-1],
+    "the mean of the first two": lambda h: h - h[:2].mean(0),
+    "written to the first": lambda h: h.at[0].set(0.5),
+    "added to the last": lambda h: h.at[-1].add(0.5),
+    "backwards": lambda h: h + h[::-1],
+    "backwards alone": lambda h: h[::-1],
+    "rolled": lambda h: h + jnp.roll(h, 1, 0),
+    "shifted": lambda h: h + jnp.pad(h[:-1], ((1, 0), (0, 0))),
+    "differences": lambda h: jnp.concatenate([h[:1], h[1:] - h[:-1]]),
+    "halves": lambda h: jnp.concatenate([sum(jnp.split(h, 2))] * 2),
+    "in a loop": lambda h: jax.lax.scan(lambda h, _: (h - h[:1], None), h, None, length=2)[0],
+    "recomputed": jax.checkpoint(lambda h: jnp.tanh(h * len(h))),
+}
 APART = {
     "over features": lambda h: (h - h.mean(-1, keepdims=True)) / (h.std(-1, keepdims=True) + 1e-3),
     "experts": lambda h: routed(h),
     "a number beside": lambda h: h + 0 * jnp.float32(len(h)),
     "counts of experts": lambda h: counted(h),
+    "capacities of experts": lambda h: within_capacity(h),
+    "a mean of its parts": lambda h: ((h / len(h)).sum(0), h)[1],
+    "by chunks": lambda h: jnp.concatenate([jnp.tanh(chunk) for chunk in jnp.split(h, 2)]),
+    "padded": lambda h: h + jnp.tanh(jnp.pad(h, ((0, 3), (0, 0))))[: len(h)],
+    "beside a row of zeros": lambda h: jnp.tanh(jnp.concatenate([h, jnp.zeros((1, 6), h.dtype)]))[:-1],
+    "two views, one after the other": lambda h: sum(jnp.split(jnp.tanh(jnp.concatenate([h, h[:, ::-1]])), 2)),
+    "the first of its features": lambda h: h - h[:, :1],
+    "every row by itself": lambda h: jax.vmap(lambda row: row - row[0] + row[::-1])(h),
+    "merged with features": lambda h: h + jnp.tanh(h.reshape(-1)).reshape(len(h), 3, 2)[:, ::-1].reshape(h.shape),
+    "one of its features written": lambda h: h.at[jnp.arange(len(h)), 0].set(0.5),
+    "one row after the other": lambda h: jax.lax.map(lambda row: row - row[:1], h),
+    "chunks in a loop": lambda h: chunks_in_a_loop(h),
 }
 
 
@@ -68,6 +106,26 @@ def routed(h):
     slots = jax.nn.one_hot((jnp.cumsum(mask, 0) * mask).max(-1).astype(int) - 1, len(h), dtype=h.dtype)
     sent = jnp.einsum("te,tc,td->ecd", mask, slots, h)
     return jnp.einsum("te,tc,ecd->td", mask, slots, jnp.tanh(sent))
+
+
+def within_capacity(h):
+    """Slots in a buffer whose size grows with the rows; those beyond it are dropped."""
+    capacity, chosen = len(h) * 3 // 4, jnp.argmax(h[:, :2], -1)
+    mask = jax.nn.one_hot(chosen, 2, dtype=jnp.int32)
+    place = (jnp.cumsum(mask, 0) * mask).max(-1) - 1
+    kept, place = place < capacity, jnp.where(place < capacity, place, capacity)
+    slots = jnp.zeros((2, capacity + 1, h.shape[1]), h.dtype).at[chosen, place].set(h)[:, :capacity]
+    return jnp.where(kept[:, None], jnp.tanh(slots)[chosen, jnp.minimum(place, capacity - 1)], 0)
+
+
+def chunks_in_a_loop(h):
+    size = len(h) // 2
+
+    def trip(k, made):
+        chunk = jax.lax.dynamic_slice_in_dim(h, k * size, size)
+        return jax.lax.dynamic_update_slice_in_dim(made, chunk + jnp.tanh(chunk), k * size, 0)
+
+    return jax.lax.fori_loop(0, 2, trip, jnp.zeros_like(h))
 
 
 def counted(h):
@@ -97,10 +155,12 @@ class Net(nnx.Module):
 
 
 class LinenNet(linen.Module):
+    mixes: Callable
+
     @linen.compact
     def __call__(self, x):
         h = linen.Dense(6, param_dtype=jnp.float64)(x)
-        return linen.Dense(1, param_dtype=jnp.float64)(jnp.tanh(h - h.mean(0)))
+        return linen.Dense(1, param_dtype=jnp.float64)(jnp.tanh(self.mixes(h)))
 
 
 def mean(model, batch):
@@ -139,11 +199,49 @@ def test_what_all_rows_decide_together_is_decided_by_the_whole_batch(kind):
     assert_equals_single_device(Net(DECIDED[kind]), mean, BATCH, settings, mesh=mesh_of(degrees), steps=2)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_of_a_linen_model_too(plan):
+@pytest.mark.parametrize("kind", NUMBERED)
+@pytest.mark.parametrize("plan", ["ddp", "ddp, typed", "zero3"])
+def test_the_number_of_rows_and_their_numbers_are_those_of_the_whole_batch(kind, plan):
     degrees, settings = PLANS[plan]
-    params = LinenNet().init(jax.random.key(0), X)
-    assert_equals_single_device(LinenNet(), mean, BATCH, settings, params=params, mesh=mesh_of(degrees), steps=2)
+    assert_equals_single_device(Net(NUMBERED[kind]), mean, BATCH, settings, mesh=mesh_of(degrees), steps=2)
+
+
+@pytest.mark.parametrize("loss", ["weighted", "root"])
+@pytest.mark.parametrize("kind", ["by their number", "by their numbers", "the first", "halves"])
+def test_their_number_is_that_of_the_whole_batch_under_any_loss(kind, loss):
+    assert_equals_single_device(Net(NUMBERED[kind]), LOSSES[loss], BATCH, ax.Plan(), mesh=mesh_of({"data": 4}), steps=2)
+
+
+@pytest.mark.parametrize("kind", ["by their number", "along a line", "the first", "rolled"])
+def test_the_number_of_rows_is_known_where_a_rank_has_one(kind):
+    batch = jax.tree.map(lambda x: x[:4], BATCH)
+    assert_equals_single_device(Net(NUMBERED[kind]), mean, batch, ax.Plan(), mesh=mesh_of({"data": 4}), steps=2)
+
+
+class Returning(nnx.Module):
+    """Returns rows scaled, or taken, at its very end."""
+
+    def __init__(self, last):
+        self.first, self.last = nnx.Linear(6, 1, rngs=nnx.Rngs(0), param_dtype=jnp.float64), last
+
+    def __call__(self, x):
+        return self.last(self.first(x))
+
+
+@pytest.mark.parametrize("last", [lambda h: h * len(h), lambda h: h[::-1]], ids=["scaled", "backwards"])
+def test_rows_are_returned_as_on_one_device(last):
+    assert_equals_single_device(Returning(last), mean, BATCH, ax.Plan(), mesh=mesh_of({"data": 4}), steps=2)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "mixes", [MIXING["centred"], NUMBERED["by their number"], NUMBERED["rolled"]], ids=["mean", "number", "roll"]
+)
+def test_of_a_linen_model_too(plan, mixes):
+    degrees, settings = PLANS[plan]
+    model = LinenNet(mixes)
+    params = model.init(jax.random.key(0), X)
+    assert_equals_single_device(model, mean, BATCH, settings, params=params, mesh=mesh_of(degrees), steps=2)
 
 
 def test_an_evaluation_and_a_loop_of_gradients_mix_the_same_rows():
@@ -158,16 +256,25 @@ def test_an_evaluation_and_a_loop_of_gradients_mix_the_same_rows():
     np.testing.assert_allclose(own["first"]["kernel"], grads["first"]["kernel"], rtol=1e-9, atol=1e-12)
 
 
+PARTS = {
+    "mixed": (MIXING["centred"], r"mixes rows of the batch: sub \(line \d+ of test_mixing.py"),
+    "counted": (NUMBERED["beside their number"], r"reads the number of rows, .*: add \(line \d+ of test_mixing.py"),
+    "taken": (NUMBERED["the first"], r"takes them by their numbers: sub \(line \d+ of test_mixing.py"),
+}
+
+
 @pytest.mark.parametrize("loss", ["mean", "weighted"])
 @pytest.mark.parametrize("plan", ["accumulate", "pipeline"])
-def test_where_a_part_of_the_rows_is_seen_alone_a_warning_names_the_line(plan, loss):
+@pytest.mark.parametrize("kind", PARTS)
+def test_where_a_part_of_the_rows_is_seen_alone_a_warning_names_the_line(kind, plan, loss):
     settings = {
         "accumulate": ({"data": 2}, ax.Plan(accumulate=2)),
         "pipeline": ({"pipe": 2}, ax.Plan(pipe=ax.Pipelined(num_microbatches=2, split=("last",)))),
     }
     degrees, chosen = settings[plan]
-    trainer = ax.parallelize(Net(MIXING["centred"]), mesh_of(degrees), chosen).trainer(optax.sgd(0.1), LOSSES[loss])
-    with pytest.warns(UserWarning, match=r"model's code mixes rows of the batch: sub \(line \d+ of test_mixing.py"):
+    mixes, said = PARTS[kind]
+    trainer = ax.parallelize(Net(mixes), mesh_of(degrees), chosen).trainer(optax.sgd(0.1), LOSSES[loss])
+    with pytest.warns(UserWarning, match=f"model's code {said}" if kind == "mixed" else said):
         trainer.step(BATCH)
 
 

@@ -4,7 +4,7 @@
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false, reportCallIssue=false
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -17,7 +17,7 @@ from axonml_jax.compat.order import callers_line
 from axonml_jax.compat.row_keys import KNOWN, Drawn, draws, is_row_key, rows_of
 from axonml_jax.meaning.asked import Asked, Traced, calls_alone
 from axonml_jax.meaning.microbatches import Division, Mixing, divided
-from axonml_jax.meaning.mixing import mixing_inside
+from axonml_jax.meaning.mixing import Unlike, mixing_inside, numbering_inside
 from axonml_jax.meaning.model_call import Call, RealCalls, calls_model, no_share
 from axonml_jax.meaning.places import Group, Places
 from axonml_jax.meaning.plain_mean import is_plain_mean, talks
@@ -102,9 +102,9 @@ def decided(asked: Asked, *, in_layers: bool, trains: bool, inlines: bool) -> De
       ValueError: with `trains`, for a loss that reads neither the model nor its variables; for a model that draws for rows by a
         key that all ranks share. What tracing the loss raises is raised too.
     """
-    local, failed = None, None
+    local, failed, traced = None, None, cache(asked.traced)
     try:
-        local = asked.traced(asked.everywhere)
+        local = traced(asked.everywhere)
     except Transformed as error:
         return _inlined_decision(asked, in_layers, f"{error} at {callers_line(error)}")
     except Exception as error:  # such as the five largest of four rows
@@ -113,20 +113,24 @@ def decided(asked: Asked, *, in_layers: bool, trains: bool, inlines: bool) -> De
     if local is not None and (for_parts or local.weighted):
         if trains:
             _refuse_unread(asked, local)
-        if for_parts or not _pools(asked, local):
-            return ROWS if for_parts or not _mixes(asked, local, inlines and not in_layers) else MIXED
-    found = _by_whole(asked, local, failed, in_layers=in_layers, trains=trains)
+        if for_parts or not _pools(asked, traced, local):
+            return ROWS if for_parts or not _mixes(asked, traced, inlines and not in_layers) else MIXED
+    found = _by_whole(asked, traced, local, failed, in_layers=in_layers, trains=trains)
     if local is None or (isinstance(found, str) and found != ROWS):
         return found
-    return MIXED if _mixes(asked, local, inlines and not in_layers) else found
+    return MIXED if _mixes(asked, traced, inlines and not in_layers) else found
+
+
+TracedAt = Callable[[Sequence[int]], Traced]
+"""`traced(parts)`: the loss traced as `Asked.traced` does, once for the same parts."""
 
 
 def _by_whole(
-    asked: Asked, local: Traced | None, failed: Exception | None, *, in_layers: bool, trains: bool
+    asked: Asked, traced: TracedAt, local: Traced | None, failed: Exception | None, *, in_layers: bool, trains: bool
 ) -> Decided | str:
     """Decides (see `decided`) by the trace at the whole batch's shapes, and the one at a rank's where there is one."""
     try:
-        whole = asked.traced(())
+        whole = traced(())
     except Transformed as error:
         return _inlined_decision(asked, in_layers, f"{error} ({callers_line(error)})")
     except Exception:
@@ -138,7 +142,7 @@ def _by_whole(
     if local is not None and not is_row_key(asked.key):
         _refuse_same_draws(whole, local)
     if _has_positions(asked):
-        return ROWS if talks(whole.program, asked.axes) else _by_positions(asked, whole, in_layers)
+        return ROWS if talks(whole.program, asked.axes) else _by_positions(asked, traced, whole, in_layers)
     if local is not None and _makes_numbers(asked, whole, local):
         return _inlined_decision(asked, in_layers, NUMBERS)
     if talks(whole.program, asked.axes):
@@ -148,7 +152,7 @@ def _by_whole(
     return Decided(whole, (local.noted if local is not None else calls_alone(asked, whole, 0),), failed=failed)
 
 
-def _by_positions(asked: Asked, whole: Traced, in_layers: bool) -> Decided | str:
+def _by_positions(asked: Asked, traced: TracedAt, whole: Traced, in_layers: bool) -> Decided | str:
     """Decides where positions are split.
 
     Raises:
@@ -157,7 +161,7 @@ def _by_positions(asked: Asked, whole: Traced, in_layers: bool) -> Decided | str
     from axonml_jax.meaning.numbers import mixes_rows
     from axonml_jax.meaning.pooled import shares
 
-    noted = [_noted(asked, whole, k) for k in asked.everywhere]
+    noted = [_noted(asked, traced, whole, k) for k in asked.everywhere]
     for k, group in enumerate(asked.groups):
         own = noted[k]
         pairs = [] if own is None else [(a, b) for a, b in zip(whole.noted, own, strict=False) if a.alike(b)]
@@ -191,7 +195,7 @@ def _read_of(whole: Traced, number: int, count: int) -> list[int]:
     return [k for k in range(count) if any(each.outputs[k] in read for each in top) or (not top and inside)]
 
 
-def _pools(asked: Asked, local: Traced) -> bool:
+def _pools(asked: Asked, traced: TracedAt, local: Traced) -> bool:
     """Whether a loss reads arrays of the model without positions that each rank makes of its own positions.
 
     A number that a rank makes of its positions is the loss's own sum over them, unless it is known to be one position's.
@@ -201,11 +205,11 @@ def _pools(asked: Asked, local: Traced) -> bool:
     from axonml_jax.meaning.pooled import pooled, shares
 
     try:
-        whole = asked.traced(())
+        whole = traced(())
     except Exception:  # the model's code takes a rank's part alone
         return False
     for k, group in enumerate(asked.groups):
-        own = (_noted(asked, whole, k) or ()) if group.positions else ()
+        own = (_noted(asked, traced, whole, k) or ()) if group.positions else ()
         for number, (a, b) in enumerate(zip(whole.noted, own, strict=False)):
             found = {n for n in pooled(a, b, group) if a.made[n].shape}
             found |= {n for n, share in enumerate(shares(a, b, group)) if isinstance(share, int)}
@@ -214,18 +218,43 @@ def _pools(asked: Asked, local: Traced) -> bool:
     return False
 
 
-def _mixes(asked: Asked, local: Traced, inlines: bool) -> bool:
-    """Whether the model's own code mixes rows and can be in the loss's program; warns where it mixes them and cannot."""
-    found = mixing_inside(asked, local)
-    if found and not (inlines and not _has_positions(asked)):
+def _mixes(asked: Asked, traced: TracedAt, inlines: bool) -> bool:
+    """Whether the model's own code mixes rows and can be in the loss's program; warns where it mixes them and cannot.
+
+    Code that reads how many rows there are, or which, counts as such.
+    """
+    mixing, numbering = mixing_inside(asked, traced(asked.everywhere)), _numbering(asked, traced)
+    said = [f"mixes rows of the batch: {'; '.join(mixing[:5])}"] if mixing else []
+    said += (
+        [f"reads the number of rows, or takes them by their numbers: {'; '.join(numbering[:5])}"] if numbering else []
+    )
+    if said and not (inlines and not _has_positions(asked)):
         warn(
-            f"the model's code mixes rows of the batch: {'; '.join(found[:5])}. In microbatches, and where positions or layers "
+            f"the model's code {', and '.join(said)}. In microbatches, and where positions or layers "
             "are split, it sees a part of them and may compute something else than on one device: mix rows in the loss "
             "function, which has the whole batch, use a plan without these, or say by batch_stats='local' that a part's own "
             "are meant"
         )
         return False
-    return bool(found)
+    return bool(said)
+
+
+def _numbering(asked: Asked, traced: TracedAt) -> list[str]:
+    """Where the model's own code reads the number of rows, or their numbers; none where its traces do not say."""
+    rows = [k for k, group in enumerate(asked.groups) if not group.positions]
+    if not rows or not asked.mode.batch_norm_axes:
+        return []
+    (number,), ranks = rows, asked.groups[rows[0]].ranks
+    try:
+        whole = traced(()).noted
+        try:
+            return numbering_inside(whole, traced((number,)).noted, ranks)
+        except Unlike:
+            if (halves := asked.in_halves()) is None:
+                return []
+        return numbering_inside(whole, halves.traced(halves.everywhere).noted, 2)
+    except Exception:
+        return []  # code that cannot be traced at both shapes, or does not do the same there
 
 
 def _makes_numbers(asked: Asked, whole: Traced, local: Traced) -> bool:
@@ -343,10 +372,10 @@ def finishing(decided: Decided) -> Decided:
     return replace(decided, slope=next(iter(read)))
 
 
-def _noted(asked: Asked, whole: Traced, number: int) -> list[Call] | None:
+def _noted(asked: Asked, traced: TracedAt, whole: Traced, number: int) -> list[Call] | None:
     """The calls of the model at a part of the batch for one group; None: they are not known."""
     try:
-        return asked.traced((number,)).noted
+        return traced((number,)).noted
     except Exception:
         return calls_alone(asked, whole, number)
 

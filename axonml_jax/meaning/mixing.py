@@ -4,20 +4,38 @@ Only what is certain is found: a reduction along the dim that holds the rows who
 the choice of a branch, meets rows again in an elementwise operation, a concatenation or a product. A count and a truth value of
 rows are followed through elementwise operations alone. Contractions over rows, sorts and lookups are not taken for it: routers
 of experts send every row by itself with them.
+
+Code that reads how many rows there are, or which, such as `x * len(x)`, is found by two traces of its calls.
+The traces, at the whole batch's shapes and at a rank's, are walked side by side. Only what is certain is found: a number that
+differs between both, or an iota along the rows, that meets floats with rows; and rows that a static slice, `rev`, `split`,
+`concatenate` or scatter takes by their numbers, where they meet rows in another order or are returned. A number that scales
+rows which are only summed then makes a mean. What meets indices, counts or values of rows that cannot be followed is not taken
+for it: routers of experts and padding work with these.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from axonml_jax.compat.jaxpr import Operation
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.meaning.asked import Asked, Traced
 from axonml_jax.meaning.following import Following
-from axonml_jax.meaning.places import SUM, Place, Places, Split, Step
-from axonml_jax.program.program import Equation, all_but_named, is_elementwise, read_program, rule_of
+from axonml_jax.meaning.model_call import Call
+from axonml_jax.meaning.places import SUM, Group, Place, Places, Split, Step, step_of
+from axonml_jax.program.program import (
+    Equation,
+    Program,
+    all_but_named,
+    is_constant,
+    is_elementwise,
+    read_program,
+    rule_of,
+)
 
 JOINED = "joined"
 """The place of what is made of several rows by more than a sum; a rule of places never says it."""
@@ -140,3 +158,355 @@ def _made(name: str, place: Place, joined: bool) -> Any:
 
 def _rows_alone(places: Places) -> Places:
     return tuple(place if isinstance(place, Split) else None for place in places)
+
+
+# --------------------------------------------------------------------------------------------------
+# The number of rows, and rows taken by their numbers.
+# --------------------------------------------------------------------------------------------------
+
+
+class Unlike(Exception):
+    """Raised where both traces do not do the same, so that nothing can be said."""
+
+
+class State(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+      kind: "free": it comes from no rows; "count": it is free, but depends on how many rows there are; "numbered": it is free,
+        but depends on the rows' numbers; "rows": it comes from rows; "other": nothing is known.
+      place: of rows, the dim that holds them.
+      order: of rows taken by their numbers, these (-1: none of them); None: they are all there, in order.
+      scaled: a number that differs with the batch has multiplied them.
+      note: the operation that took or scaled them.
+    """
+
+    kind: str
+    place: Split | None = None
+    order: tuple[int, ...] | None = None
+    scaled: bool = False
+    note: str = ""
+
+
+FREE, COUNT, NUMBERED, OTHER = map(State, ("free", "count", "numbered", "other"))
+_FIXED = ("free", "count", "numbered")
+_LINES = """
+add_any broadcast_in_dim convert_element_type conv_general_dilated copy div dot_general mul name neg pvary reduce_sum reshape
+select_n squeeze stop_gradient transpose
+"""
+_LINEAR = frozenset(_LINES.split())
+"""Operations that a number which scales their operand also scales."""
+
+_GROUP = (Group((), 1),)
+
+
+def numbering_inside(whole: Sequence[Call], local: Sequence[Call], ranks: int) -> list[str]:
+    """The operations in which a model's own code reads the number of rows, or their numbers, with the user's lines.
+
+    Args:
+      whole, local: the model's calls, noted at the whole batch's shapes and at a rank's.
+      ranks: the number of ranks.
+
+    Raises:
+      Unlike: where both do not do the same.
+    """
+    found: list[str] = []
+    for of_all, of_rank in zip(whole, local, strict=True):
+        if not of_all.alike(of_rank):
+            raise Unlike
+        found += _Numbering(of_all, of_rank, ranks).found
+    return list(dict.fromkeys(found))
+
+
+class _Numbering:
+    """Walks two traces of a call; `found` is what it notes."""
+
+    def __init__(self, whole: Call, local: Call, ranks: int):
+        self.found: list[str] = []
+        given = [self._given(a.shape, b.shape, ranks) for a, b in zip(whole.given, local.given, strict=True)]
+        pairs = zip(whole.given, local.given, given, strict=True)
+        self.rows = {(a.shape[s.place.dim], b.shape[s.place.dim]) for a, b, s in pairs if s.place is not None}
+        if not self.rows or whole.traced is None or local.traced is None:
+            return
+        of_all, of_rank = (read_program(each.traced, all_but_named) for each in (whole, local))
+        made = self.program(of_all, of_rank, [*[FREE] * (len(of_all.inputs) - len(given)), *given])
+        returned = whole.out_rest.count(None)
+        for state, aval in zip(made[:returned], whole.made[:returned], strict=True):
+            if state.kind == "rows" and _is_float(aval) and (state.scaled or state.order is not None):
+                self.found.append(state.note)
+
+    @staticmethod
+    def _given(whole: Sequence[int], own: Sequence[int], ranks: int) -> State:
+        grown = [dim for dim, (a, b) in enumerate(zip(whole, own, strict=True)) if a != b]
+        if not grown:
+            return FREE
+        return State("rows", Split(grown[0])) if len(grown) == 1 and whole[grown[0]] == own[grown[0]] * ranks else OTHER
+
+    def program(self, whole: Program, local: Program, given: Sequence[State]) -> list[State]:
+        """The states of a program's results."""
+        if len(whole.equations) != len(local.equations) or len(whole.constants) != len(local.constants):
+            raise Unlike
+        env = dict(zip(whole.inputs, given, strict=True))
+        for (number, value), own in zip(whole.constants.items(), local.constants.values(), strict=True):
+            env[number] = _of_constant(value, own)
+        for equation, own in zip(whole.equations, local.equations, strict=True):
+            if equation.name != own.name or len(equation.inputs) != len(own.inputs):
+                raise Unlike
+            read = [_of_atom(a, b, env) for a, b in zip(equation.inputs, own.inputs, strict=True)]
+            env.update(zip(equation.outputs, self._equation(equation, own, read), strict=True))
+        return [_of_atom(a, b, env) for a, b in zip(whole.outputs, local.outputs, strict=True)]
+
+    def _equation(self, equation: Equation, own: Equation, given: list[State]) -> list[State]:
+        op, rule = equation.op, rule_of(equation.name)
+        others = [OTHER] * len(equation.outputs)
+        if equation.op.bodies and not op.name.startswith("scatter"):
+            before = len(self.found)
+            try:
+                return self._with_bodies(equation, own, given)
+            except Unlike:
+                del self.found[before:]
+                return others
+        if rule.casts or rule.passes:
+            return given
+        if rule.kind == "random":
+            return [FREE] * len(others)
+        if OTHER in given:
+            return others
+        if all(state.kind in _FIXED for state in given):
+            return [self._fixed(equation, own.op, given)] * len(others)
+        return self._moved(op, own.op, given) or self._of_rows(op, own.op, given)
+
+    # Bodies
+
+    def _with_bodies(self, equation: Equation, own: Equation, given: list[State]) -> list[State]:
+        if equation.op.scan is not None:
+            return self._scan(equation, own, given)
+        if equation.op.loop is not None:
+            return self._loop(equation, own, given)
+        if equation.branches:
+            made = [self.program(a, b, given[1:]) for a, b in zip(equation.branches, own.branches, strict=True)]
+            return [_joined(each) for each in zip(*made, strict=True)]
+        inside = lambda each: each.called if each.called is not None else each.body
+        if inside(equation) is None or inside(own) is None:
+            raise Unlike
+        return self.program(inside(equation), inside(own), given)
+
+    def _scan(self, equation: Equation, own: Equation, given: list[State]) -> list[State]:
+        scan, body, own_body = equation.op.scan, equation.body, own.body
+        assert scan is not None and body is not None and own_body is not None
+        consts, carry = given[: scan.num_consts], given[scan.num_consts : scan.first_scanned]
+        avals = equation.op.given
+        slices = [_sliced(*each) for each in zip(given[scan.first_scanned :], avals[scan.first_scanned :], strict=True)]
+        trip = lambda carry: self.program(body, own_body, [*consts, *carry, *slices])
+        made = self._carried(carry, avals[scan.num_consts :], trip)
+        return [*made[: scan.num_carry], *map(_stacked, made[scan.num_carry :])]
+
+    def _loop(self, equation: Equation, own: Equation, given: list[State]) -> list[State]:
+        loop, body, own_body = equation.op.loop, equation.body, own.body
+        assert loop is not None and body is not None and own_body is not None
+        first = loop.num_condition_consts
+        consts, carry = given[first : first + loop.num_body_consts], given[first + loop.num_body_consts :]
+        trip = lambda carry: self.program(body, own_body, [*consts, *carry])
+        return self._carried(carry, equation.op.made, trip)
+
+    def _carried(
+        self, carry: list[State], avals: Sequence[Any], trip: Callable[[list[State]], list[State]]
+    ) -> list[State]:
+        """The results of a trip whose carry holds in every trip; numbers that a loop counts are not known."""
+        carry = [_uncounted(state, aval) for state, aval in zip(carry, avals, strict=False)]
+        for _ in range(2 * len(carry) + 2):
+            made = trip(carry)
+            joined = [_joined(pair) for pair in zip(carry, made, strict=False)]
+            if joined == carry:
+                return [*carry, *made[len(carry) :]]
+            carry = joined
+        raise Unlike
+
+    # Operations
+
+    def _fixed(self, equation: Equation, own: Operation, given: list[State]) -> State:
+        """The result of an operation on what comes from no rows."""
+        op, kind = equation.op, rule_of(equation.name).kind
+        if op.name == "iota":
+            along = op.options["dimension"]
+            a, b = op.made[0].shape[along], own.made[0].shape[along]
+            numbers = (a, b) in self.rows or (a + 1, b + 1) in self.rows  # the latter in `linspace`
+            return FREE if a == b else NUMBERED if numbers else OTHER
+        if op.name == "mul" and any(is_constant(atom) and not np.any(atom.val) for atom in equation.inputs):
+            return FREE
+        grown = [_grown(a.shape, b.shape) for a, b in zip(op.given, own.given, strict=True)]
+        made = _grown(op.made[0].shape, own.made[0].shape) if op.made else []
+        found = max(given, key=lambda state: _FIXED.index(state.kind), default=FREE)
+        if op.name in ("slice", "dynamic_slice") and made and not any(grown):
+            return NUMBERED if set(made) <= self.rows else OTHER
+        if is_elementwise(op.name):
+            return COUNT if found is FREE and _powers_differ(op, own) else found
+        if kind == "placing":
+            return found
+        if op.name == "gather" and given[0] is FREE and not grown[0]:
+            return found
+        return OTHER if found is not FREE or any(grown) else FREE
+
+    def _moved(self, op: Operation, own: Operation, given: list[State]) -> list[State] | None:
+        """The results of an operation that takes rows by their numbers; None for all others."""
+        state = given[0]
+        if op.name == "concatenate":
+            return self._concatenated(op, given)
+        if state.place is None or (order := self._order(state, op.given[0])) is None:
+            return None
+        dim, options = state.place.dim, op.options
+        taken: list[Any] | None = None
+        if op.name == "slice":
+            stride = options["strides"][dim] if options["strides"] else 1
+            taken = [order[options["start_indices"][dim] : options["limit_indices"][dim] : stride]]
+        elif op.name == "rev" and dim in options["dimensions"]:
+            taken = [order[::-1]]
+        elif op.name == "split" and options["axis"] == dim:
+            ends = np.cumsum(options["sizes"])
+            taken = [order[end - size : end] for end, size in zip(ends, options["sizes"], strict=True)]
+        elif op.name == "pad":
+            low, high, inner = options["padding_config"][dim]
+            taken = [(-1,) * low + order + (-1,) * high] if min(low, high) >= 0 and not inner else None
+        elif op.name.startswith("scatter") and dim in options["dimension_numbers"].scatter_dims_to_operand_dims:
+            return self._scattered(op, own, given)
+        return None if taken is None else [self._taken(op, state, each) for each in taken]
+
+    def _order(self, state: State, aval: Any) -> tuple[int, ...] | None:
+        """The numbers of the rows along their dim; None: they are not known."""
+        assert state.place is not None
+        size = aval.shape[state.place.dim]
+        if state.order is not None:
+            return state.order
+        return tuple(range(size)) if state.place.outer == 1 and size in {whole for whole, _ in self.rows} else None
+
+    def _taken(self, op: Operation, state: State, order: tuple[int, ...]) -> State:
+        if len(order) in {whole for whole, _ in self.rows} and order == tuple(range(len(order))):
+            return state._replace(order=None, note=state.note if state.scaled else "")
+        return state if order == state.order else state._replace(order=order, note=_note(op))
+
+    def _concatenated(self, op: Operation, given: list[State]) -> list[State] | None:
+        """Rows after rows, or after values that come from none."""
+        order: tuple[int, ...] = ()
+        first = next(state for state in given if state.kind == "rows")
+        if not any(state.place is not None and state.place.dim == op.options["dimension"] for state in given):
+            return None
+        for state, aval in zip(given, op.given, strict=True):
+            own: tuple[int, ...] | None = (-1,) * aval.shape[op.options["dimension"]] if state is FREE else None
+            if state.place is not None and state.place.dim == op.options["dimension"]:
+                own = self._order(state, aval)
+            if own is None:
+                return [OTHER]
+            order += own
+        return [self._taken(op, first._replace(scaled=any(state.scaled for state in given)), order)]
+
+    def _scattered(self, op: Operation, own: Operation, given: list[State]) -> list[State]:
+        table, index, updates = given
+        if index.kind not in ("free", "count") or op.given[1].shape != own.given[1].shape or updates.kind == "rows":
+            return [OTHER]
+        if _is_float(op.given[0]):
+            self.found.append(_note(op))
+        return [table]
+
+    def _of_rows(self, op: Operation, own: Operation, given: list[State]) -> list[State]:
+        """The results of an operation on rows; notes what meets them."""
+        meets = [_is_float(aval) or (op.name == "select_n" and k == 0) for k, aval in enumerate(op.given)]
+        floats = [state for state, each in zip(given, meets, strict=True) if each]
+        rows = [state for state in floats if state.kind == "rows"]
+        numbers = [state for state in floats if state in (COUNT, NUMBERED)]
+        step = step_of(op, [(state.place,) for state in given], _GROUP)[0]
+        joins = is_elementwise(op.name) or op.name in ("concatenate", "stack", "dot_general")
+        if any(state in (COUNT, NUMBERED) for state in given) and not (numbers and rows):
+            return [OTHER] * len(op.made)
+        scales = numbers == [COUNT] and (op.name == "mul" or (op.name == "div" and given[1] is COUNT))
+        kept = any(isinstance(place, Split) for place in step.made)
+        crossed = joins and len({state.order for state in rows}) > 1
+        if crossed or (joins and rows and kept and numbers and not scales) or _powers_differ(op, own):
+            self.found.append(_note(op))
+            scales = False
+        given = [state._replace(order=None) for state in given] if crossed else given
+        made = [self._made(op, given, place, aval) for place, aval in zip(step.made, op.made, strict=True)]
+        return [self._scaled(op, given, floats, state, scales) for state in made]
+
+    def _made(self, op: Operation, given: list[State], place: Place, aval: Any) -> State:
+        taken = next((state for state in given if state.order is not None), None)
+        at = place if isinstance(place, Split) else None
+        if taken is None or taken.order is None:
+            return OTHER if at is None else State("rows", at)
+        known = is_elementwise(op.name) or rule_of(op.name).kind == "placing" or op.name.startswith("reduce_")
+        if not known and op.name not in ("dot_general", "conv_general_dilated"):
+            return OTHER
+        fits = at is not None and aval.shape[at.dim] == len(taken.order)
+        return State("rows", at if fits else None, taken.order, note=taken.note)
+
+    def _scaled(self, op: Operation, given: list[State], floats: list[State], state: State, scales: bool) -> State:
+        """A result that is scaled, as its operands are or as this operation does; noted where it bends them."""
+        scaled = [each for each in given if each.scaled]
+        if scaled and is_elementwise(op.name):
+            sums = op.name in ("add", "sub") and all(each.scaled for each in floats)
+            bent = op.name not in _LINEAR and not sums
+            if bent or (op.name in ("mul", "div") and (len(scaled) > 1 or (op.name == "div" and given[1].scaled))):
+                self.found.append(scaled[0].note)
+                return state
+        if not (scaled or scales) or state.place is None:
+            return state
+        return state._replace(scaled=True, note=scaled[0].note if scaled else _note(op))
+
+
+def _of_atom(atom: Any, own: Any, env: dict[int, State]) -> State:
+    if is_constant(atom) != is_constant(own):
+        raise Unlike
+    if not is_constant(atom):
+        return env[atom]
+    equal_nan = _is_float(np.asarray(atom.val))
+    return FREE if np.array_equal(atom.val, own.val, equal_nan=equal_nan) else COUNT
+
+
+def _of_constant(value: Any, own: Any) -> State:
+    """The state of an array that the code has made without JAX; one that repeats itself rank by rank is free."""
+    if value is own or any(
+        isinstance(x, jax.core.Tracer) or jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in (value, own)
+    ):
+        return FREE
+    if np.ndim(value) != np.ndim(own):
+        raise Unlike
+    repeats = [a // b if b and a % b == 0 else 0 for a, b in zip(np.shape(value), np.shape(own), strict=True)]
+    if np.shape(value) != np.shape(own) and 0 in repeats:
+        return OTHER
+    return FREE if np.array_equal(np.asarray(value), np.tile(np.asarray(own), repeats)) else NUMBERED
+
+
+def _powers_differ(op: Operation, own: Operation) -> bool:
+    return op.name == "integer_pow" and op.options["y"] != own.options["y"]
+
+
+def _grown(whole: Sequence[int], own: Sequence[int]) -> list[tuple[int, int]]:
+    """The sizes that differ."""
+    return [(a, b) for a, b in zip(whole, own, strict=False) if a != b]
+
+
+def _joined(states: Sequence[State]) -> State:
+    """What is known of a value that is one of several."""
+    some = [state for state in dict.fromkeys(states) if state is not FREE]
+    return FREE if not some else some[0] if len(some) == 1 else OTHER
+
+
+def _uncounted(state: State, aval: Any) -> State:
+    return state if state.kind == "rows" or (state is FREE and not jnp.issubdtype(aval.dtype, jnp.integer)) else OTHER
+
+
+def _sliced(state: State, aval: Any) -> State:
+    if state.kind != "rows" or state.place is None or not state.place.dim:
+        return OTHER if state.kind == "rows" else _uncounted(state, aval)
+    return state._replace(place=state.place._replace(dim=state.place.dim - 1))
+
+
+def _stacked(state: State) -> State:
+    return state if state.place is None else state._replace(place=state.place._replace(dim=state.place.dim + 1))
+
+
+def _is_float(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _note(op: Operation) -> str:
+    return f"{op.name} ({op.line or 'no line known'})"
