@@ -6,6 +6,7 @@
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -242,7 +243,7 @@ def _mixes(asked: Asked, traced: TracedAt, inlines: bool) -> bool:
 def _numbering(asked: Asked, traced: TracedAt) -> list[str]:
     """Where the model's own code reads the number of rows, or their numbers; none where its traces do not say."""
     rows = [k for k, group in enumerate(asked.groups) if not group.positions]
-    if not rows or not asked.mode.batch_norm_axes:
+    if len(rows) != 1 or not asked.mode.batch_norm_axes:
         return []
     (number,), ranks = rows, asked.groups[rows[0]].ranks
     try:

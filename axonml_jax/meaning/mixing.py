@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from axonml_jax.compat.jaxpr import Operation
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
@@ -463,9 +464,7 @@ def _of_atom(atom: Any, own: Any, env: dict[int, State]) -> State:
 
 def _of_constant(value: Any, own: Any) -> State:
     """The state of an array that the code has made without JAX; one that repeats itself rank by rank is free."""
-    if value is own or any(
-        isinstance(x, jax.core.Tracer) or jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in (value, own)
-    ):
+    if value is own or any(isinstance(x, Tracer) or jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in (value, own)):
         return FREE
     if np.ndim(value) != np.ndim(own):
         raise Unlike
