@@ -760,6 +760,18 @@ def is_choice(kind: type[enum.Enum], given: Any) -> bool:
     return True
 
 
+def priced_platform(given: str | None) -> str | None:
+    """A platform by the name that prices know it by; "gpu", as `jax.default_backend()` names it, is "cuda".
+
+    Raises:
+      ValueError: for any other name.
+    """
+    platform = "cuda" if given == "gpu" else given
+    if platform not in (None, "tpu", "cuda", "cpu"):
+        raise ValueError(f"platform={given!r} must be 'tpu', 'cuda', 'cpu', or None: no kernels are counted on")
+    return platform
+
+
 def no_attribute(of: object, name: str, *hints: str) -> AttributeError:
     """The error for a missing attribute, with hints; if it is a property, the error that the property raised."""
     if hasattr(type(of), name):

@@ -246,8 +246,8 @@ def test_no_file_is_named_after_nothing():
 
 CEILINGS = {
     "files with more than five lines of code": 195,
-    "lines of code": 57_700,
-    "arrows between files": 1_350,
+    "lines of code": 59_000,
+    "arrows between files": 1_390,
     "methods of the widest class": 29,
     "modules that `ax.DDP` imports": 46,
     "calls of trainer(), DDP": 1_258,
@@ -263,7 +263,8 @@ CEILINGS = {
 cent above what they were on 2026-11-29, so that a fix needs no leave; none may rise but with a capability that is new:
 kernels for GPUs brought four rooms, engines another three, the user's own mesh one, memory as a number four, gradients of
 layers of one's own and numbers that a model makes one each; and the objective of a step, which stood in a file of six
-ideas, has one of its own; rows that a model's own code mixes are looked for in one (and a walk) more."""
+ideas, has one of its own; rows that a model's own code mixes are looked for in one (and a walk) more; results without
+positions and numbers of rows in one more, and sixty refusals of a reading of the whole."""
 
 
 @pytest.mark.slow  # the same on both ends

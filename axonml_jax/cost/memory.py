@@ -92,18 +92,6 @@ SENDS = {"tpu": 6.5e-5, "cuda": 1.1e-4}
 planner's table of hardware at half of the peak FLOP/s. XLA for CPUs sends none."""
 
 
-def priced_platform(given: str | None) -> str | None:
-    """A platform by the name that prices know it by; "gpu", as `jax.default_backend()` names it, is "cuda".
-
-    Raises:
-      ValueError: for any other name.
-    """
-    platform = "cuda" if given == "gpu" else given
-    if platform not in (None, "tpu", "cuda", "cpu"):
-        raise ValueError(f"platform={given!r} must be 'tpu', 'cuda', 'cpu', or None: no kernels are counted on")
-    return platform
-
-
 def block_activations(
     config: DecoderLike,
     degrees: Mapping[str, Many],

@@ -8,11 +8,10 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, overload
 
-from axonml_jax.base import PyTree, aligned, lines, named_leaves, section, size_in_words
+from axonml_jax.base import PyTree, aligned, lines, named_leaves, priced_platform, section, size_in_words
 from axonml_jax.compat.order import no_mesh_around
 from axonml_jax.cost.base import GRADIENTS, PARAMETERS
 from axonml_jax.cost.decoder import Amount, exact, is_decoder
-from axonml_jax.cost.memory import priced_platform
 from axonml_jax.ledger.count import (
     Collective,
     PrintedTable,

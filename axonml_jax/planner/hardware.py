@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from axonml_jax.base import meant
+from axonml_jax.base import meant, priced_platform
 from axonml_jax.cost.decoder import Many, either, least, most, varies
-from axonml_jax.cost.memory import priced_platform
 from axonml_jax.mesh.axes import AXES
 
 # --------------------------------------------------------------------------------------------------
