@@ -131,8 +131,8 @@ def _names(entry: Any) -> tuple[str, ...]:
 def as_spec(entries: Iterable[Sequence[str]]) -> PartitionSpec:
     """The spec of the axes of every dim: of one axis its name, of none None.
 
-    >>> as_spec([(), ("data",), ("fsdp", "tensor")])
-    PartitionSpec(None, 'data', ('fsdp', 'tensor'))
+    >>> tuple(as_spec([(), ("data",), ("fsdp", "tensor")]))
+    (None, 'data', ('fsdp', 'tensor'))
     """
     return PartitionSpec(*(entry[0] if len(entry) == 1 else tuple(entry) or None for entry in entries))
 
