@@ -133,8 +133,8 @@ def pytest_collection_modifyitems(config, items):
     AXONML_ROWS=N asks for the slow ones, all pages of the documentation, and N rows of every table; `all` for everything. Rows
     are chosen by their names and a salt that changes with each commit, those that are pinned first. The choice is the same on
     every machine and for every version; the rows of a smaller number are among those of a larger. Whoever names files or tests
-    gets all of them. AXONML_SHARE=N takes, of what neither of this asked for alone, every Nth by the salt: of tests that the
-    other end of the range runs all, this one need not.
+    gets all of them. AXONML_SHARE=N takes, of what neither of this asked for alone, every Nth by the salt, and of what is slow
+    every second: of tests that the other end of the range runs all, this one need not.
     """
     asked, share = os.environ.get("AXONML_ROWS", ""), os.environ.get("AXONML_SHARE", "1")
     if asked == "all" or config.args_source is not config.ArgsSource.TESTPATHS:
@@ -143,7 +143,7 @@ def pytest_collection_modifyitems(config, items):
         raise pytest.UsageError(f"AXONML_ROWS={asked!r}: it is a number of rows, or 'all'")
     if not (share.isdecimal() and int(share)):
         raise pytest.UsageError(f"AXONML_SHARE={share!r}: it is a number, of which one part is taken")
-    left_out = lambda name: zlib.crc32(f"{salt()} {name}".encode()) % int(share) > 0
+    left_out = lambda name, of: zlib.crc32(f"{salt()} {name}".encode()) % of > 0
     if gone := {*ON_BOTH_ENDS, *PINNED} - {item.nodeid.partition("/")[2] for item in items}:
         raise pytest.UsageError(f"tests/conftest.py names tests that are gone: {sorted(gone)}")
     tables, kept = collections.defaultdict(list), set()
@@ -154,7 +154,7 @@ def pytest_collection_modifyitems(config, items):
             kept.add(item.nodeid)
         elif item.get_closest_marker("slow") and not asked:
             kept.update({item.nodeid} if item.nodeid.partition("/")[2] in ON_BOTH_ENDS else ())
-        elif not item.get_closest_marker("slow") and left_out(name):
+        elif left_out(name, min(2, int(share)) if item.get_closest_marker("slow") else int(share)):
             kept.update({item.nodeid} if item.nodeid.partition("/")[2] in PINNED else ())
         elif hasattr(item, "callspec"):
             tables[name].append(item.nodeid)

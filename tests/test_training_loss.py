@@ -90,7 +90,9 @@ def test_weighting_the_examples_is_not_the_same_as_averaging_the_means(mesh):
 
 @pytest.mark.parametrize("total", [jnp.float32, None])
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_gradients_in_16_bits_are_divided_by_weights_beyond_them(mesh, dtype, total):
+def test_gradients_in_16_bits_are_divided_by_weights_beyond_them(request, mesh, dtype, total):
+    if dtype == jnp.float16:
+        request.getfixturevalue("float16")
     ddp = ax.DDP(nnx.Linear(4, 4, rngs=nnx.Rngs(0), param_dtype=dtype, dtype=dtype), mesh)
     weight = 100_000.0 if dtype == jnp.float16 else 257.0  # infinite and 256 in these dtypes
     own = lambda x: x.astype(total or dtype)
