@@ -431,13 +431,12 @@ class SharedAndHeld(nnx.Module):
         return self.again(self.holder.inner(self.later(x)))
 
 
-def test_layers_that_are_shared_or_held_outside_of_modules_get_adapters_and_have_a_place_in_the_order():
+def test_layers_that_are_shared_or_held_outside_of_modules_get_adapters():
     given = ax.lora(SharedAndHeld(), rank=2, targets="kernel")
-    view, variables = functionalize(given)
+    _, variables = functionalize(given)
     assert set(named_leaves(variables.params)) == {
         f"{path}/kernel_lora_{factor}" for path in ("again", "holder/inner") for factor in "ab"
     }
-    assert view.order["again/kernel"] == view.order["later/kernel"] < view.order["holder/inner/kernel"]
     x = np.random.default_rng(3).normal(size=(4, 4))
     squares = lambda model, x: jnp.mean(jnp.square(model(x) - 1))
     assert_equals_single_device(given, squares, x, ax.Plan(), mesh=mesh_of(data=2), steps=2)

@@ -446,7 +446,8 @@ class LoraFunctional(Functional):
         self._base, self._shapes, self._adapters = base, shapes, adapters
         self.param_prefix, self.order, self.users_meshes = base.param_prefix, base.order, base.users_meshes
         if self.order is not None:
-            places = {path: (*self.order[n], 0) for n, own in adapters.items() for path in own.added}
+            known = {n: own for n, own in adapters.items() if n in self.order}
+            places = {path: (*self.order[n], 0) for n, own in known.items() for path in own.added}
             self.order = {**self.order, **places}
 
     @property

@@ -53,19 +53,16 @@ from axonml_jax.model.loss import Precision
 
 
 def definition_order(model: nnx.Module) -> dict[str, tuple]:
-    """Map every variable's path to a sort key: the order in which attributes on the way to it were assigned.
+    """Map variables' paths to a sort key: the order in which attributes on the way to them were assigned.
 
-    Flax names a shared module's variables by its first path in alphabetical order, which has the key of the first assignment.
+    A shared module has the path of its first assignment here; where Flax names it by another one, that path is not in it.
     """
-    found = list(_walk(model, (), (), set()))
-    first = {id(variable): place for variable, _, place in reversed(found)}
-    shared = {"/".join(map(str, path)): first[id(node)] for path, node in nnx.iter_graph(model) if id(node) in first}
-    return shared | {"/".join(path): place for _, path, place in found}
+    return {"/".join(path): place for path, place in _walk(model, (), (), set())}
 
 
-def _walk(node: Any, path: tuple, place: tuple, seen: set[int]) -> Iterator[tuple[nnx.Variable, tuple, tuple]]:
+def _walk(node: Any, path: tuple, place: tuple, seen: set[int]) -> Iterator[tuple[tuple, tuple]]:
     if isinstance(node, nnx.Variable):
-        yield node, path, place
+        yield path, place
         return
     if id(node) in seen:
         return
@@ -79,7 +76,7 @@ def _children(node: Any) -> list[tuple[str, Any]]:
         return [(str(i), child) for i, child in enumerate(node)]
     if isinstance(node, dict):
         return [(str(name), child) for name, child in node.items()]
-    if isinstance(node, nnx.Pytree):
+    if isinstance(node, nnx.Module):
         return [(name, child) for name, child in vars(node).items() if not name.startswith("_pytree")]
     return []
 
