@@ -12,7 +12,7 @@ import pytest
 from flax import linen, nnx
 from meshes import plain_mesh_of
 from plan_models import F64, linear
-from state_models import LENGTH, TX, LinenNet, LinenRouter, Net, OneDevice, batch_of, loss_fn, named
+from state_models import LENGTH, TX, WIDTH, LinenNet, LinenRouter, Net, OneDevice, batch_of, loss_fn, named
 
 import axonml_jax as ax
 from axonml_jax.testing.equality import assert_equals_single_device
@@ -269,3 +269,141 @@ def test_a_linen_module_with_a_hook_is_refused_by_name():
     trainer = ax.parallelize(Around(), plain_mesh_of({"data": 2}), ax.Plan(), params=params).trainer(TX, loss_fn)
     with pytest.raises(ValueError, match=r"Hooked at router.*NNX"):
         trainer.step(batch_of(4))
+
+
+# State whose class declares nothing
+
+
+class Tells(nnx.Module):
+    """Sums, counts and extremes of rows, beside what is right as a mean, or as any rank's."""
+
+    def __init__(self, rngs):
+        self.layer = linear(WIDTH, WIDTH, rngs)
+        count, values = (lambda *shape, kind=kind: nnx.Variable(jnp.zeros(shape, kind)) for kind in (jnp.int32, F64))
+        self.rows, self.steps, self.positive, self.chosen = count(), count(), count(), count(WIDTH)
+        self.total, self.mean, self.spread = values(WIDTH), values(WIDTH), values()
+        self.largest, self.smallest = nnx.Variable(jnp.full((), -9.0, F64)), nnx.Variable(jnp.full((), 9.0, F64))
+
+    def __call__(self, x):
+        self.rows[...] += jnp.int32(x.shape[0] * x.shape[1])
+        self.steps[...] += jnp.int32(1)
+        self.positive[...] += (x > 0).sum(dtype=jnp.int32)
+        self.chosen[...] = self.chosen[...].at[jnp.argmax(x, -1)].add(1)
+        own = jax.lax.stop_gradient(x)
+        self.total[...] += own.sum((0, 1))
+        self.mean[...] = 0.9 * self.mean[...] + 0.1 * own.mean((0, 1))
+        self.spread[...] = 0.9 * self.spread[...] + 0.1 * jnp.square(own).mean()
+        self.largest[...] = jnp.maximum(self.largest[...], own.max())
+        self.smallest[...] = jnp.minimum(own.min((0, 1)).min(), self.smallest[...])
+        return jnp.tanh(self.layer(x))
+
+
+class TellsNet(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first, self.blocks = linear(5, WIDTH, rngs), nnx.List([Tells(rngs) for _ in range(2)])
+        self.last = linear(WIDTH, 2, rngs)
+
+    def __call__(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class TellsScanned(TellsNet):
+    """The same, as one stack that is scanned."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nnx.vmap(lambda key: Tells(nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 3))
+
+    def __call__(self, x):
+        call = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return self.last(call(self.first(x), self.blocks))
+
+
+class LinenTells(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        rows = self.variable("counts", "rows", lambda: jnp.zeros((), jnp.int32))
+        largest = self.variable("counts", "largest", lambda: jnp.full((), -9.0, F64))
+        steps = self.variable("counts", "steps", lambda: jnp.zeros((), jnp.int32))
+        if not self.is_initializing():
+            rows.value += jnp.int32(x.shape[0] * x.shape[1])
+            largest.value = jnp.maximum(largest.value, x.max())
+            steps.value += jnp.int32(1)
+        return linen.Dense(2, param_dtype=F64)(x)
+
+
+def root_loss(model, batch):
+    return jnp.sqrt(jnp.square(model(batch["x"]) - batch["y"]).mean())
+
+
+TOLD = {
+    name: PLANS[name] for name in PLANS if not name.startswith(("buffers", "positions", "tensor", "zero-bubble"))
+} | {
+    "ddp, typed": ({"data": 2}, {"check_vma": True}),
+    "one row": ({"data": 4}, {"check_vma": True}),
+}
+TOLD_LINEN = "ddp, typed", "ddp, accumulated, unchecked", "zero-3, accumulated, remat"
+ROOT_LOSSES = "ddp", "ddp, typed", "one row"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "loss"),
+    [(name, TellsNet, loss_fn) for name in TOLD]
+    + [(name, LinenTells, loss_fn) for name in TOLD_LINEN]
+    + [(name, TellsNet, root_loss) for name in ROOT_LOSSES]
+    + [(name, TellsScanned, root_loss) for name in ("ddp, typed", "zero-3, accumulated, remat")],
+)
+def test_sums_and_extremes_over_rows_are_those_of_one_device(name, kind, loss):
+    degrees, options = TOLD[name]
+    batch = batch_of(4 if name == "one row" else 24)
+    params = LinenTells().init(jax.random.key(0), batch["x"]) if kind is LinenTells else None
+    model = ax.parallelize(kind(), plain_mesh_of(degrees), ax.Plan(**options), params=params)
+    trainer = model.trainer(TX, loss)
+    for _ in range(2):
+        found = trainer.check(batch)
+        assert found.equal and not found.left_out, str(found)
+        trainer.step(batch)
+
+
+def test_the_librarys_own_oracle_sees_the_whole_batchs_state_too():
+    (degrees, options), batches = PLANS["ddp, accumulated"], [batch_of(24, seed) for seed in range(2)]
+    assert_equals_single_device(TellsNet(), loss_fn, batches, ax.Plan(**options), mesh=plain_mesh_of(degrees))
+
+
+class Decays(nnx.Module):
+    """A sum over rows that decays, and a value of a sort, beside a mean."""
+
+    def __init__(self):
+        values = lambda: nnx.Variable(jnp.zeros(5))
+        self.layer, self.load, self.low, self.mean = linear(5, 2, nnx.Rngs(0)), values(), values(), values()
+
+    def __call__(self, x):
+        self.load[...] = 0.9 * self.load[...] + x.sum((0, 1))
+        self.low[...] = jnp.sort(x.reshape(-1, 5), axis=0)[0]
+        self.mean[...] = 0.9 * self.mean[...] + 0.1 * x.mean((0, 1))
+        return self.layer(x)
+
+
+def test_state_that_is_not_known_to_be_a_mean_is_named_in_a_warning():
+    said = r"not known that.*first rank's: load, low\. Declare.*state_joins = \{'load': 'first'\}"
+    with pytest.warns(UserWarning, match=said):
+        parallel({"data": 2}, {}, Decays()).trainer(TX, loss_fn).step(batch_of(8))
+    parallel({"data": 2}, {"batch_stats": "local"}, Decays()).trainer(TX, loss_fn).step(batch_of(8))
+
+
+@pytest.mark.parametrize("typed", [False, True])
+def test_what_a_loss_itself_counts_is_counted_once_in_all_microbatches(typed):
+    def loss_fn(model, batch):  # no plain mean: the loss is run by its program
+        loss = jnp.square(model(batch["x"])).mean() + jnp.square(batch["x"]).max()
+        model.rows[...] += jnp.int32(batch["x"].shape[0])
+        return loss
+
+    model = parallel({"data": 2}, {"accumulate": 3, "check_vma": typed}, Counting(by_loss=True))
+    trainer = model.trainer(TX, loss_fn)
+    for _ in range(2):
+        trainer.step(batch_of(12))
+    assert model.module.rows[...] == 7 + 2 * 12

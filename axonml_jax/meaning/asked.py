@@ -1,14 +1,14 @@
 """`Asked`: a user's loss with its model and batch, traced at the whole batch's shape or at a rank's."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from axonml_jax.base import LossFn, PyTree, is_array, path_name
+from axonml_jax.base import LossFn, PyTree, is_array, path_name, warn
 from axonml_jax.collectives.primitives import vary
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
@@ -263,6 +263,22 @@ def calls_alone(asked: Asked, whole: Traced, number: int) -> list[Call] | None:
     except Exception:
         return None
     return walk.noted
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Context in which a model's operations are followed; where that fails nothing is known, and a warning says so.
+
+    Args:
+      what: what they are followed for.
+    """
+    try:
+        yield
+    except Exception as error:
+        warn(
+            f"the model's operations could not be followed for {what} ({type(error).__name__}: {error}), so nothing is known "
+            "of it. This is an error of axonml_jax: please report it with the model's code"
+        )
 
 
 def _parsed(returned: Any) -> tuple[Loss, bool]:

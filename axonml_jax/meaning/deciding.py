@@ -5,8 +5,8 @@
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.compat.model_call import Transformed
 from axonml_jax.compat.order import callers_line
 from axonml_jax.compat.row_keys import KNOWN, Drawn, draws, is_row_key, rows_of
-from axonml_jax.meaning.asked import Asked, Traced, calls_alone
+from axonml_jax.meaning.asked import Asked, Traced, calls_alone, reading
 from axonml_jax.meaning.microbatches import Division, Mixing, divided
 from axonml_jax.meaning.mixing import Unlike, mixing_inside, numbering_inside
 from axonml_jax.meaning.model_call import Call, RealCalls, calls_model, no_share
@@ -86,11 +86,16 @@ class Decided:
         return among(atom, self.division.after)
 
 
-def decided(asked: Asked, *, in_layers: bool, trains: bool, inlines: bool) -> Decided | str:
+TracedAt = Callable[[Sequence[int]], Traced]
+"""`traced(parts)`: the loss traced as `Asked.traced` does, once for the same parts."""
+
+
+def decided(asked: Asked, traced: TracedAt, *, in_layers: bool, trains: bool, inlines: bool) -> Decided | str:
     """Decides how a loss is run.
 
     Args:
       asked: the loss.
+      traced: its traces.
       in_layers: the model's layers split their own parameters.
       trains: the loss is refused where nothing that is trained reaches it.
       inlines: all rows are there at once, so that the model's own code can be in the loss's program.
@@ -103,7 +108,7 @@ def decided(asked: Asked, *, in_layers: bool, trains: bool, inlines: bool) -> De
       ValueError: with `trains`, for a loss that reads neither the model nor its variables; for a model that draws for rows by a
         key that all ranks share. What tracing the loss raises is raised too.
     """
-    local, failed, traced = None, None, cache(asked.traced)
+    local, failed = None, None
     try:
         local = traced(asked.everywhere)
     except Transformed as error:
@@ -120,10 +125,6 @@ def decided(asked: Asked, *, in_layers: bool, trains: bool, inlines: bool) -> De
     if local is None or (isinstance(found, str) and found != ROWS):
         return found
     return MIXED if _mixes(asked, traced, inlines and not in_layers) else found
-
-
-TracedAt = Callable[[Sequence[int]], Traced]
-"""`traced(parts)`: the loss traced as `Asked.traced` does, once for the same parts."""
 
 
 def _by_whole(
@@ -246,16 +247,16 @@ def _numbering(asked: Asked, traced: TracedAt) -> list[str]:
     if len(rows) != 1 or not asked.mode.batch_norm_axes:
         return []
     (number,), ranks = rows, asked.groups[rows[0]].ranks
-    try:
-        whole = traced(()).noted
+    for part, count in ((asked, ranks), (asked.in_halves(), 2)):
+        if part is None:
+            continue
         try:
-            return numbering_inside(whole, traced((number,)).noted, ranks)
-        except Unlike:
-            if (halves := asked.in_halves()) is None:
-                return []
-        return numbering_inside(whole, halves.traced(halves.everywhere).noted, 2)
-    except Exception:
-        return []  # code that cannot be traced at both shapes, or does not do the same there
+            whole, own = traced(()).noted, (traced if part is asked else part.traced)((number,)).noted
+        except Exception:
+            return []  # the user's code takes only some shapes
+        with reading("rows by their numbers"), suppress(Unlike):
+            return numbering_inside(whole, own, count)
+    return []
 
 
 def _makes_numbers(asked: Asked, whole: Traced, local: Traced) -> bool:

@@ -6,6 +6,7 @@ is then taken with the model's own code. Where a step of the way is not known, n
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -36,7 +37,7 @@ def mixes_rows(whole: Call, local: Call, groups: Sequence[Group]) -> bool:
     numbers = [k for k, (a, b) in enumerate(pairs) if a.shape == b.shape]
     if not numbers or whole.traced is None or local.traced is None:
         return False
-    walk = _Numbers(groups)
+    walk = Numbers(groups)
     try:
         of_all, of_rank = (read_program(each.traced, all_but_named) for each in (whole, local))
         rows = [walk.placed(a.shape, b.shape) for a, b in zip(whole.given, local.given, strict=True)]
@@ -48,7 +49,7 @@ def mixes_rows(whole: Call, local: Call, groups: Sequence[Group]) -> bool:
     return any(no_mean(found[k]) for k in numbers)
 
 
-class _Numbers(Walk):
+class Numbers(Walk):
     """Walks two traces of a call side by side, and goes on where a value is not known."""
 
     def placed(self, whole: Sequence[int], own: Sequence[int]) -> Known:
@@ -83,20 +84,27 @@ class _Numbers(Walk):
             found.append(known if any(known.places) else UNKNOWN)
         return found
 
+    def slice_of(self, known: Known) -> Known:
+        """A slice along dim 0."""
+        return Known(Following(self.groups).sliced(known.places))
+
+    def stack_of(self, known: Known) -> Known:
+        """Slices stacked along dim 0."""
+        return replace(known, places=shifted(known.places, 1))
+
     def _scan(self, equation: Equation, own: Equation, given: list[Known]) -> list[Known]:
         """Walks a scan whose carry keeps its places; a carry that starts as zeros may become rows."""
         scan, other, body, own_body = equation.op.scan, own.op.scan, equation.body, own.body
         assert scan is not None and other is not None and body is not None and own_body is not None
-        stacks, sliced = given[scan.first_scanned :], Following(self.groups).sliced
-        over_rows = any(any(known.places) and not any(sliced(known.places)) for known in stacks)
+        stacks = given[scan.first_scanned :]
+        over_rows = any(any(known.places) and not any(self.slice_of(known).places) for known in stacks)
         if over_rows or any(known.is_sum for known in given) or scan.options != other.options:
             raise NotProven
         consts, carry = given[: scan.num_consts], given[scan.num_consts : scan.first_scanned]
-        slices = [Known(sliced(known.places)) for known in stacks]
+        slices = [*map(self.slice_of, stacks)]
         for _ in range(2):
             made = self.program(body, own_body, [*consts, *carry, *slices])
             if made[: scan.num_carry] == carry:
-                stacked = [Known(shifted(known.places, 1)) for known in made[scan.num_carry :]]
-                return [*carry, *stacked]
+                return [*carry, *map(self.stack_of, made[scan.num_carry :])]
             carry = made[: scan.num_carry]
         raise NotProven

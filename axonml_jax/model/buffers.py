@@ -202,9 +202,9 @@ def _set(module: linen.Module, name: str, value: Any) -> Iterator[None]:
 # update.
 # --------------------------------------------------------------------------------------------------
 
-Join = Literal["mean", "sum", "first", "max"]
+Join = Literal["mean", "sum", "first", "max", "min"]
 """How a leaf that differs between ranks is joined: the mean over ranks; its value before, plus the sum of what ranks added; the
-first rank's; the largest, element by element."""
+first rank's; the largest, or the smallest, element by element."""
 
 DECLARED, HOOK = "state_joins", "after_update"
 
@@ -248,8 +248,8 @@ def _problems(name: str, join: Any, names: list[str] | None, leaves: Mapping[str
     for leaf in names or ():
         dtype = leaves[leaf].dtype
         if join == "mean" and not jnp.issubdtype(dtype, jnp.inexact):
-            yield f"{leaf} is {dtype}, of which there is no mean: declare 'first', 'sum' or 'max', or keep floats"
-        if join in ("sum", "max") and not jnp.issubdtype(dtype, jnp.number):
+            yield f"{leaf} is {dtype}, of which there is no mean: declare 'first', 'sum', 'max' or 'min', or keep floats"
+        if join in ("sum", "max", "min") and not jnp.issubdtype(dtype, jnp.number):
             yield f"{leaf} is {dtype}, of which there is no {join}: keep numbers, or declare 'first'"
 
 

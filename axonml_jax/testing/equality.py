@@ -23,8 +23,8 @@ from axonml_jax.testing.mapped_model import MappedModel
 from axonml_jax.training.single_device import FLOAT32 as FLOAT32
 from axonml_jax.training.single_device import FLOAT64 as FLOAT64
 from axonml_jax.training.single_device import LOW_PRECISION as LOW_PRECISION
+from axonml_jax.training.single_device import called_on, drawn, draws, is_low, state_after
 from axonml_jax.training.single_device import difference as difference
-from axonml_jax.training.single_device import draws, is_low
 from axonml_jax.training.step import whole_batch
 
 # --------------------------------------------------------------------------------------------------
@@ -92,6 +92,7 @@ class Oracle:
         axes = (AXIS,) if joins else ()
         self._mode = Mode(training=training, batch_norm_axes=axes, sum_over_ranks=sum_over, precision=precision)
         self._part, self._finish = jax.jit(self._differentiated), jax.jit(self._updated)
+        self._after = jax.jit(self._state_after)
 
     def run(self, variables: Variables, batches: Sequence[PyTree], key: jax.Array, first_shard: int = 0) -> OracleRun:
         """Train from full variables; `first_shard` is the index of the first shard, for a rank that trains alone."""
@@ -101,7 +102,8 @@ class Oracle:
         for i, batch in enumerate(batches):
             sums, states = self._parts(variables, jax.random.fold_in(key, i), batch, first_shard)
             parts = 1 if self.parts.whole else self.parts.shards * self.parts.microbatches
-            variables, opt_state, *rest = self._finish(variables, opt_state, sums, states, parts)
+            whole = self._state_of_whole(variables, jax.random.fold_in(key, i), batch)
+            variables, opt_state, *rest = self._finish(variables, opt_state, sums, states, whole, parts)
             steps.append(rest)
         grads, losses, norms, metrics = zip(*steps, strict=True)
         return OracleRun(list(losses), list(norms), list(metrics), grads[0], variables)
@@ -188,7 +190,25 @@ class Oracle:
             self.model, self.loss_fn, self._mode, variables, key, batch
         )
 
-    def _updated(self, variables: Variables, opt_state: Any, sums: Any, states: list[PyTree], parts: Any) -> tuple:
+    def _state_of_whole(self, variables: Variables, key: jax.Array, batch: PyTree) -> dict[str, jax.Array]:
+        """What is undeclared of the state, by path, after all rows of every microbatch; without what is drawn."""
+        leaves = named_leaves(variables.state)
+        known = {*filter(self.model.synchronized(), leaves), *self.model.state_joins()}
+        if self.parts.buffers != "joined" or known.issuperset(leaves):
+            return {}
+        random = drawn(lambda key: self._state_after(variables, variables.state, key, batch), key)
+        called = lambda state, batch: self._after(variables, state, key, batch)
+        after = named_leaves(state_after(self.parts.shards, self.parts.microbatches, called, variables.state, batch))
+        return {name: leaf for name, leaf in after.items() if name not in known | random}
+
+    def _state_after(self, variables: Variables, state: PyTree, key: jax.Array, batch: PyTree) -> PyTree:
+        """The state after the user's function was called on one device."""
+        mode = Mode(training=self._mode.training, precision=self.precision)
+        return called_on(self.model, self.loss_fn, mode, replace(variables, state=state), key, batch)[1]
+
+    def _updated(
+        self, variables: Variables, opt_state: Any, sums: Any, states: list[PyTree], whole: dict, parts: Any
+    ) -> tuple:
         """Variables and optimizer state after the update, with gradients, loss, norm and metrics."""
         grads, total = sums
         count = parts if total.weight is None else total.weight
@@ -201,24 +221,29 @@ class Oracle:
         update = optax.with_extra_args_support(self.tx).update
         updates, opt_state = update(grads, opt_state, variables.params, value=loss)
         params = optax.apply_updates(variables.params, updates)
-        state = self.model.after_update(self._joined_state(variables.state, states))
+        state = self.model.after_update(self._joined_state(variables.state, states, whole))
         return Variables(params, variables.frozen, state), opt_state, grads, loss, norm, metrics
 
-    def _joined_state(self, before: PyTree, states: list[PyTree]) -> PyTree:
-        """Join the shards' final states: as a module declares, else the mean of floats, and the first shard's others."""
+    def _joined_state(self, before: PyTree, states: list[PyTree], whole: dict[str, jax.Array]) -> PyTree:
+        """Join the shards' final states: as a module declares; else that of all rows (`whole`), where it is known.
+
+        Of what is drawn it is the mean of floats, and the first shard's others.
+        """
         declared = self.model.state_joins()
         floats = "mean" if self.parts.buffers == "joined" else "first"
 
         def join(path: tuple, old: jax.Array, *ends: jax.Array) -> jax.Array:
             default = floats if jnp.issubdtype(old.dtype, jnp.floating) else "first"
-            how = declared.get(path_name(path), default)
+            if (name := path_name(path)) in whole:
+                return whole[name]
+            how = declared.get(name, default)
             if how == "first":
                 return ends[0]
             each = jnp.stack(ends)
             if how == "sum":
                 return old + (each - old).sum(0, dtype=each.dtype)
             # Around the first: the mean of equal values is that value, bit for bit.
-            return ends[0] + (each - ends[0]).mean(0) if how == "mean" else each.max(0)
+            return ends[0] + (each - ends[0]).mean(0) if how == "mean" else getattr(each, how)(0)
 
         return jax.tree_util.tree_map_with_path(join, before, *states)
 

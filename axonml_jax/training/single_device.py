@@ -83,14 +83,14 @@ def plainly(
     """
 
     def total(params: PyTree) -> tuple[jax.Array, tuple[Loss, PyTree]]:
-        loss, state = _called(model, loss_fn, mode, replace(variables, params=params), key, batch)
+        loss, state = called_on(model, loss_fn, mode, replace(variables, params=params), key, batch)
         return loss.total if loss.weight is None else per_weight(loss.total, loss.weight), (loss, state)
 
     (value, (loss, state)), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(variables.params)
     return (value, {name: metric.value for name, metric in loss.metrics.items()}), grads, state
 
 
-def _called(
+def called_on(
     model: Functional, loss_fn: LossFn, mode: Mode, variables: Variables, key: jax.Array, batch: PyTree
 ) -> tuple[Loss, PyTree]:
     """The loss, and the model's state after it."""
@@ -105,17 +105,16 @@ def _called(
 
 
 def state_after(
-    placement: Placement, called: Callable[[PyTree, PyTree], PyTree], state: PyTree, batch: PyTree
+    ranks: int, count: int, called: Callable[[PyTree, PyTree], PyTree], state: PyTree, batch: PyTree
 ) -> PyTree:
     """The model's state after one device has taken a plan's microbatches, each of all ranks' rows, one after another.
 
     Args:
-      placement: the plan on its mesh.
-      called: `called(state, batch)` is the state after a call.
+      ranks, count: the number of ranks that share the rows, and of microbatches.
+      called: `called(state, batch)` is the state after a call, compiled.
       state: the state before.
       batch: all rows.
     """
-    ranks, count = placement.ranks(placement.axes.rows), placement.plan.microbatches
 
     def rows(x: Any, number: int) -> Any:
         if not jnp.ndim(x):
@@ -123,7 +122,6 @@ def state_after(
         size = x.shape[0] // (ranks * count)
         return x.reshape(ranks, count, size, *x.shape[1:])[:, number].reshape(ranks * size, *x.shape[1:])
 
-    called = jax.jit(called)
     for number in range(count):
         state = called(state, jax.tree.map(partial(rows, number=number), batch))
     return state
@@ -144,13 +142,16 @@ def states_beside(
       of, variables, key, batch: as of `plainly`.
       states: the state under the plan, and the one that `plainly` returned.
     """
-    called = lambda state, batch, key: _called(*of, replace(variables, state=state), key, batch)[1]
+    called = lambda state, batch, key: called_on(*of, replace(variables, state=state), key, batch)[1]
     plan, (got, wanted) = placement.plan, states
+    ranks = placement.ranks(placement.axes.rows)
     if not named_leaves(wanted):
         return {}, {}
     if plan.microbatches > 1:
-        wanted = state_after(placement, lambda state, batch: called(state, batch, key), variables.state, batch)
-    parts = placement.ranks(placement.axes.rows) * plan.microbatches
+        once = jax.jit(lambda state, batch: called(state, batch, key))
+        given = plan.microbatches, once, variables.state, batch
+        wanted = state_after(ranks, *given)
+    parts = ranks * plan.microbatches
     exact = parts == 1 or (plan.draws == "rows" and plan.microbatches == 1)
     random = set() if exact else drawn(lambda key: called(variables.state, batch, key), key)
     kept = lambda tree: {name: leaf for name, leaf in named_leaves(tree).items() if name not in random}

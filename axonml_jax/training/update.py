@@ -1,5 +1,6 @@
 """Transforms around the update: the norm of gradients, clipping by it, and the model's own state made equal over ranks."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import jax
@@ -8,7 +9,7 @@ from jax.sharding import Mesh
 
 from axonml_jax.base import PyTree, named_leaves, path_name
 from axonml_jax.collectives.gradients import all_reduce_leaves
-from axonml_jax.collectives.primitives import axis_index, max_over, sum_over
+from axonml_jax.collectives.primitives import axis_index, max_over, min_over, sum_over
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.model.buffers import Join
@@ -144,7 +145,22 @@ def _joined(join: Join, before: jax.Array, leaf: jax.Array, placement: Placement
         return leaf
     if join == "mean":
         return _mean(leaf, axes, placement)
-    return max_over(leaf, axes) if join == "max" else first_ranks(leaf, axes)
+    extreme = {"max": max_over, "min": min_over}.get(join)
+    return first_ranks(leaf, axes) if extreme is None else extreme(leaf, axes)
+
+
+def joined_state(joins: Mapping[str, Join], before: PyTree, state: PyTree, placement: Placement) -> PyTree:
+    """Joins the leaves of a model's state of which `joins` says how, by path; others are left to `sync_buffers`."""
+    if not joins:
+        return state
+    _refuse_other_shapes(before, state)
+
+    def joined(path: tuple, old: jax.Array, leaf: jax.Array) -> jax.Array:
+        join = joins.get(path_name(path))
+        return leaf if join is None else _joined(join, old, leaf, placement)
+
+    with jax.named_scope("axonml.buffers"):
+        return jax.tree_util.tree_map_with_path(joined, before, state)
 
 
 def _mean(leaf: jax.Array, axes: tuple[str, ...], placement: Placement) -> jax.Array:
