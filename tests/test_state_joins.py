@@ -407,3 +407,36 @@ def test_what_a_loss_itself_counts_is_counted_once_in_all_microbatches(typed):
     for _ in range(2):
         trainer.step(batch_of(12))
     assert model.module.rows[...] == 7 + 2 * 12
+
+
+class Measures(Counting):
+    """A model that holds the metrics which its loss updates."""
+
+    def __init__(self):
+        super().__init__(by_loss=True)
+        self.metrics = nnx.MultiMetric(error=nnx.metrics.Average("error"))
+
+
+def measured_loss(model, batch):
+    error = jnp.abs(model(batch["x"]) - batch["y"])
+    model.metrics.update(error=error.astype(jnp.float32))
+    return jnp.sqrt(jnp.square(error).mean())
+
+
+@pytest.mark.parametrize("typed", [False, True])
+def test_metrics_within_the_model_that_its_loss_updates_are_those_of_the_whole_batch(typed):
+    trainer = parallel({"data": 2}, {"check_vma": typed}, Measures()).trainer(TX, measured_loss)
+    for seed in range(2):
+        batch = batch_of(8, seed)
+        found = trainer.check(batch)
+        assert found.equal and not found.left_out, str(found)
+        trainer.step(batch)
+    assert trainer.model.module.metrics.error.count[...] == 2 * batch["y"].size
+
+
+def test_metrics_within_the_model_are_refused_by_name_in_microbatches():
+    trainer = parallel({"data": 2}, {"accumulate": 2}, Measures()).trainer(TX, measured_loss)
+    with pytest.raises(
+        ValueError, match=r"changes the model's state by rows.*metrics/error/total\. Return it as a metric"
+    ):
+        trainer.step(batch_of(8))

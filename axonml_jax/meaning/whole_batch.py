@@ -19,7 +19,7 @@ from axonml_jax.meaning.asked import Asked, SplitOf, Traced
 from axonml_jax.meaning.deciding import ROWS, UNPLACED, Decided, decided, in_microbatches, refuse_draws, unknown
 from axonml_jax.meaning.interpreter import Interpreter
 from axonml_jax.meaning.microbatches import Microbatch, MicroRanks
-from axonml_jax.meaning.model_call import RealCalls, Unclear, put_variables
+from axonml_jax.meaning.model_call import Path, RealCalls, Unclear, put_variables
 from axonml_jax.meaning.own_state import joins_of
 from axonml_jax.meaning.places import Group, Places
 from axonml_jax.meaning.plain_mean import talks
@@ -281,6 +281,8 @@ class WholeBatch:
         }
         metrics |= {f"{LATE}{number}": WeightedMean(value, one) for number, value in late.items()}
         total = loss.total if decided.slope is None else late[decided.slope]
+        if of_rows := [path for path, x in zip(whole.changed, changed, strict=True) if x.places[0] is not None]:
+            raise state_of_rows(of_rows)
         settled = [ranks.settled(x, ranks.none) for x in changed]
         put_variables(bound, dict(zip(whole.changed, settled, strict=True)))
         state = self._added_once(asked, asked.model.state_of(bound), settled, batch.number)
@@ -397,6 +399,16 @@ class WholeBatch:
         of_sum = lambda x: of((later.total,), sums | {decided.slope: x})[0]
         value, slope = jax.value_and_grad(of_sum)(ranks.vary(loss))
         return ranks.unvaried(value), kept, ranks.unvaried(slope)
+
+
+def state_of_rows(paths: Sequence[Path]) -> ValueError:
+    """The error for a loss that changes the model's state, in microbatches, by what it makes of rows."""
+    names = ", ".join("/".join(map(str, path)) for path in paths)
+    return ValueError(
+        f"the loss itself changes the model's state by rows of the batch, of which a microbatch has a part: {names}. Return "
+        'it as a metric (loss, {"accuracy": correct.mean()}), change it in the model\'s own code, or take all rows at once '
+        "(accumulate=1, num_microbatches=1)"
+    )
 
 
 LATE, LATE_WEIGHT = "axonml late sum ", "axonml late sum weight"
