@@ -297,14 +297,19 @@ logger = logging.getLogger("axonml_jax")
 
 
 def warn(message: str, kind: type[Warning] = UserWarning) -> None:
-    """Issue a warning at the user's line: the innermost frame outside of this package and of `contextlib`."""
+    """Issue a warning at the user's line: the innermost frame outside of this package, JAX and `contextlib`."""
     frame, level = sys._getframe(1), 2
-    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+    while frame is not None and _is_between(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, kind, stacklevel=level)
 
 
 _BETWEEN = os.path.dirname(__file__) + os.sep, str(contextlib.__file__)
+_JAX = os.sep + os.path.join("jax", "_src") + os.sep
+
+
+def _is_between(path: str) -> bool:
+    return path.startswith(_BETWEEN) or _JAX in path
 
 
 def print0(*args: Any, **kwargs: Any) -> None:

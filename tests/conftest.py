@@ -134,7 +134,7 @@ def pytest_collection_modifyitems(config, items):
     are chosen by their names and a salt that changes with each commit, those that are pinned first. The choice is the same on
     every machine and for every version; the rows of a smaller number are among those of a larger. Whoever names files or tests
     gets all of them. AXONML_SHARE=N takes, of what neither of this asked for alone, every Nth by the salt, and of what is slow
-    every second: of tests that the other end of the range runs all, this one need not.
+    every third: of tests that the other end of the range runs all, this one need not.
     """
     asked, share = os.environ.get("AXONML_ROWS", ""), os.environ.get("AXONML_SHARE", "1")
     if asked == "all" or config.args_source is not config.ArgsSource.TESTPATHS:
@@ -154,7 +154,7 @@ def pytest_collection_modifyitems(config, items):
             kept.add(item.nodeid)
         elif item.get_closest_marker("slow") and not asked:
             kept.update({item.nodeid} if item.nodeid.partition("/")[2] in ON_BOTH_ENDS else ())
-        elif left_out(name, min(2, int(share)) if item.get_closest_marker("slow") else int(share)):
+        elif left_out(name, min(3, int(share)) if item.get_closest_marker("slow") else int(share)):
             kept.update({item.nodeid} if item.nodeid.partition("/")[2] in PINNED else ())
         elif hasattr(item, "callspec"):
             tables[name].append(item.nodeid)

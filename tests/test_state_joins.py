@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import re
+import warnings
 from typing import ClassVar
 
 import jax
@@ -271,11 +273,20 @@ def test_a_linen_module_with_a_hook_is_refused_by_name():
         trainer.step(batch_of(4))
 
 
-# State whose class declares nothing
+# Sums, counts and extremes that the calls of a model make of rows: joined where its classes say how, else named in a warning.
 
 
 class Tells(nnx.Module):
     """Sums, counts and extremes of rows, beside what is right as a mean, or as any rank's."""
+
+    state_joins: ClassVar = {
+        "rows": "sum",
+        "positive": "sum",
+        "chosen": "sum",
+        "total": "sum",
+        "largest": "max",
+        "smallest": "min",
+    }
 
     def __init__(self, rngs):
         self.layer = linear(WIDTH, WIDTH, rngs)
@@ -324,6 +335,8 @@ class TellsScanned(TellsNet):
 
 
 class LinenTells(linen.Module):
+    state_joins: ClassVar = {"rows": "sum", "largest": "max"}
+
     @linen.compact
     def __call__(self, x):
         rows = self.variable("counts", "rows", lambda: jnp.zeros((), jnp.int32))
@@ -369,44 +382,108 @@ def test_sums_and_extremes_over_rows_are_those_of_one_device(name, kind, loss):
         trainer.step(batch)
 
 
-def test_the_librarys_own_oracle_sees_the_whole_batchs_state_too():
-    (degrees, options), batches = PLANS["ddp, accumulated"], [batch_of(24, seed) for seed in range(2)]
-    assert_equals_single_device(TellsNet(), loss_fn, batches, ax.Plan(**options), mesh=plain_mesh_of(degrees))
+class Untold(Tells):
+    state_joins: ClassVar = {}
 
 
-class Decays(nnx.Module):
-    """A sum over rows that decays, and a value of a sort, beside a mean."""
+class Net1(nnx.Module):
+    """A layer of a kind, alone, as one of a scanned stack, or called in a checkpoint."""
 
-    def __init__(self):
-        values = lambda: nnx.Variable(jnp.zeros(5))
-        self.layer, self.load, self.low, self.mean = linear(5, 2, nnx.Rngs(0)), values(), values(), values()
+    def __init__(self, kind, way="alone"):
+        make = lambda key: kind(nnx.Rngs(key))
+        self.first, self.last, self.way = linear(5, WIDTH, nnx.Rngs(0)), linear(WIDTH, 2, nnx.Rngs(0)), way
+        keys = jax.random.split(jax.random.key(0), 3)
+        self.layer = nnx.vmap(make)(keys) if way == "scanned" else make(keys[0])
 
     def __call__(self, x):
-        self.load[...] = 0.9 * self.load[...] + x.sum((0, 1))
-        self.low[...] = jnp.sort(x.reshape(-1, 5), axis=0)[0]
-        self.mean[...] = 0.9 * self.mean[...] + 0.1 * x.mean((0, 1))
-        return self.layer(x)
+        call = lambda x, layer: layer(x)
+        if self.way == "scanned":
+            call = nnx.scan(call, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        if self.way == "checkpoint":
+            call = nnx.remat(call)
+        return self.last(call(self.first(x), self.layer))
 
 
-def test_state_that_is_not_known_to_be_a_mean_is_named_in_a_warning():
-    said = r"not known that.*first rank's: load, low\. Declare.*state_joins = \{'load': 'first'\}"
-    with pytest.warns(UserWarning, match=said):
-        parallel({"data": 2}, {}, Decays()).trainer(TX, loss_fn).step(batch_of(8))
-    parallel({"data": 2}, {"batch_stats": "local"}, Decays()).trainer(TX, loss_fn).step(batch_of(8))
+class Right(nnx.Module):
+    """State that a step joins rightly by itself, or of which nothing is known."""
+
+    def __init__(self, rngs):
+        self.layer, values = linear(WIDTH, WIDTH, rngs), lambda *shape: nnx.Variable(jnp.zeros(shape, F64))
+        self.steps, self.mean, self.scaled, self.key = (
+            nnx.Variable(jnp.int32(0)),
+            values(WIDTH),
+            values(WIDTH),
+            values(2),
+        )
+        self.of_some, self.unknown = values(WIDTH), values(WIDTH)
+
+    def __call__(self, x):
+        own = jax.lax.stop_gradient(x)
+        self.steps[...] += jnp.int32(1)
+        self.mean[...] = 0.9 * self.mean[...] + 0.1 * jnp.tanh(own).mean((0, 1))
+        self.scaled[...] += (own / (own.shape[0] * own.shape[1])).sum((0, 1))
+        self.key[...] = jax.random.normal(jax.random.key(self.steps[...]), (2,), F64)
+        self.of_some[...] = jnp.where(self.steps[...] > 1, self.of_some[...], own.mean((0, 1)))
+        self.unknown[...] = jnp.sort(own.reshape(-1, WIDTH), axis=0)[0]
+        return jnp.tanh(self.layer(x))
 
 
-@pytest.mark.parametrize("typed", [False, True])
-def test_what_a_loss_itself_counts_is_counted_once_in_all_microbatches(typed):
-    def loss_fn(model, batch):  # no plain mean: the loss is run by its program
-        loss = jnp.square(model(batch["x"])).mean() + jnp.square(batch["x"]).max()
-        model.rows[...] += jnp.int32(batch["x"].shape[0])
-        return loss
+class Wrong(nnx.Module):
+    """State that depends on rows, or on how many there are, in more ways."""
 
-    model = parallel({"data": 2}, {"accumulate": 3, "check_vma": typed}, Counting(by_loss=True))
-    trainer = model.trainer(TX, loss_fn)
-    for _ in range(2):
-        trainer.step(batch_of(12))
-    assert model.module.rows[...] == 7 + 2 * 12
+    def __init__(self, rngs):
+        self.layer, values = linear(WIDTH, WIDTH, rngs), lambda *shape: nnx.Variable(jnp.zeros(shape, F64))
+        counts = lambda *shape: nnx.Variable(jnp.zeros(shape, jnp.int32))
+        self.ones, self.twice, self.slot, self.above, self.flag = counts(), counts(), counts(2), counts(), counts()
+        self.decayed, self.largest, self.size = values(WIDTH), values(), values()
+
+    def __call__(self, x):
+        own, rows = jax.lax.stop_gradient(x), x.shape[0]
+        self.ones[...] += jnp.ones(rows, jnp.int32).sum(dtype=jnp.int32)
+        self.twice[...] += jnp.int32(rows) * 2
+        self.slot[...] = self.slot[...].at[0].add(jnp.int32(rows))
+        self.above[...] += (own[..., 0] >= jax.lax.top_k(own[:, 0, 0], 1)[0][-1]).sum(dtype=jnp.int32)
+        self.flag[...] = jnp.int32(own.sum() > 3)
+        self.decayed[...] = 0.9 * self.decayed[...] + own.sum((0, 1))
+        self.largest[...] = jnp.maximum(0.99 * self.largest[...], jnp.abs(own).max())
+        self.size[...] = self.size[...] + 1.0 * rows
+        return jnp.tanh(self.layer(x))
+
+
+def named_in(model, degrees, options, loss=loss_fn, rows=12):
+    """The leaves that a step's warnings name as no means."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        parallel(degrees, options, model).trainer(TX, loss).step(batch_of(rows))
+    said = [
+        m for each in found if (m := re.search(r"own state depends.*\(others\): (.*?)\. Declare", str(each.message)))
+    ]
+    return {name.removeprefix("layer/") for match in said for name in match[1].split(", ")}
+
+
+SAID = {
+    "typed": ({"data": 2}, {"check_vma": True}),
+    "accumulated": ({"data": 2}, {"accumulate": 3}),
+    "sharded": ({"fsdp": 3}, {"remat": "full"}),
+    "one row": ({"data": 4}, {}),
+    "local": ({"data": 2}, {"batch_stats": "local"}),
+}
+
+
+@pytest.mark.parametrize("under", SAID)
+@pytest.mark.parametrize("way", ["alone", "scanned", "checkpoint"])
+@pytest.mark.parametrize("kind", [Tells, Untold, Right, Wrong])
+def test_state_that_is_known_to_be_no_mean_is_named_in_a_warning(kind, way, under):
+    wrong = {Untold: set(Tells.state_joins), Wrong: set(nnx.state(Wrong(nnx.Rngs(0)))) - {"layer"}}.get(kind, set())
+    rows = 4 if under == "one row" else 12
+    assert named_in(Net1(kind, way), *SAID[under], rows=rows) == (set() if under == "local" else wrong)
+
+
+def test_the_librarys_own_oracle_sees_the_whole_batchs_state():
+    (degrees, options), batches = PLANS["ddp, accumulated"], [batch_of(24, seed) for seed in range(2)]
+    given = Net1(Right), loss_fn, batches, ax.Plan(**options)
+    with pytest.raises(AssertionError, match=r"state differs.*\n.*layer/unknown: max"):
+        assert_equals_single_device(*given, mesh=plain_mesh_of(degrees))
 
 
 class Measures(Counting):
@@ -434,6 +511,7 @@ def test_metrics_within_the_model_that_its_loss_updates_are_those_of_the_whole_b
     assert trainer.model.module.metrics.error.count[...] == 2 * batch["y"].size
 
 
+@pytest.mark.filterwarnings("ignore:the model's own state depends on the batch's rows")
 def test_metrics_within_the_model_are_refused_by_name_in_microbatches():
     trainer = parallel({"data": 2}, {"accumulate": 2}, Measures()).trainer(TX, measured_loss)
     with pytest.raises(

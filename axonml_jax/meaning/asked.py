@@ -266,7 +266,7 @@ def calls_alone(asked: Asked, whole: Traced, number: int) -> list[Call] | None:
 
 
 @contextmanager
-def reading(what: str) -> Iterator[None]:
+def following(what: str) -> Iterator[None]:
     """Context in which a model's operations are followed; where that fails nothing is known, and a warning says so.
 
     Args:

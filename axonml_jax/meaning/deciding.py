@@ -16,7 +16,7 @@ from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.compat.model_call import Transformed
 from axonml_jax.compat.order import callers_line
 from axonml_jax.compat.row_keys import KNOWN, Drawn, draws, is_row_key, rows_of
-from axonml_jax.meaning.asked import Asked, Traced, calls_alone, reading
+from axonml_jax.meaning.asked import Asked, Traced, calls_alone, following
 from axonml_jax.meaning.microbatches import Division, Mixing, divided
 from axonml_jax.meaning.mixing import Unlike, mixing_inside, numbering_inside
 from axonml_jax.meaning.model_call import Call, RealCalls, calls_model, no_share
@@ -254,7 +254,7 @@ def _numbering(asked: Asked, traced: TracedAt) -> list[str]:
             whole, own = traced(()).noted, (traced if part is asked else part.traced)((number,)).noted
         except Exception:
             return []  # the user's code takes only some shapes
-        with reading("rows by their numbers"), suppress(Unlike):
+        with following("rows by their numbers"), suppress(Unlike):
             return numbering_inside(whole, own, count)
     return []
 

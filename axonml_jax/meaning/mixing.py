@@ -175,7 +175,8 @@ class State(NamedTuple):
 
     Attributes:
       kind: "free": it comes from no rows; "count": it is free, but depends on how many rows there are; "numbered": it is free,
-        but depends on the rows' numbers; "rows": it comes from rows; "other": nothing is known.
+        but depends on the rows' numbers; "sized": it is free, but may depend on either; "rows": it comes from rows; "other":
+        nothing is known.
       place: of rows, the dim that holds them.
       order: of rows taken by their numbers, these (-1: none of them); None: they are all there, in order.
       scaled: a number that differs with the batch has multiplied them.
@@ -189,7 +190,7 @@ class State(NamedTuple):
     note: str = ""
 
 
-FREE, COUNT, NUMBERED, OTHER = map(State, ("free", "count", "numbered", "other"))
+FREE, COUNT, NUMBERED, SIZED, OTHER = map(State, ("free", "count", "numbered", "sized", "other"))
 _FIXED = ("free", "count", "numbered")
 _LINES = """
 add_any broadcast_in_dim convert_element_type conv_general_dilated copy div dot_general mul name neg pvary reduce_sum reshape
@@ -215,26 +216,50 @@ def numbering_inside(whole: Sequence[Call], local: Sequence[Call], ranks: int) -
     for of_all, of_rank in zip(whole, local, strict=True):
         if not of_all.alike(of_rank):
             raise Unlike
-        found += _Numbering(of_all, of_rank, ranks).found
+        walk = _Numbering(of_all.given, of_rank.given, ranks)
+        if not walk.rows or of_all.traced is None or of_rank.traced is None:
+            continue
+        returned = of_all.out_rest.count(None)
+        made = walk.run(*(read_program(each.traced, all_but_named) for each in (of_all, of_rank)))[:returned]
+        for state, aval in zip(made, of_all.made[:returned], strict=True):
+            if state.kind == "rows" and _is_float(aval) and (state.scaled or state.order is not None):
+                walk.found.append(state.note)
+        found += walk.found
     return list(dict.fromkeys(found))
 
 
-class _Numbering:
-    """Walks two traces of a call; `found` is what it notes."""
+def of_size(whole: Program, local: Program, given: Sequence[Any], own: Sequence[Any], ranks: int) -> list[bool]:
+    """Which results of a program come from no rows, but depend, or may, on how many there are or on their numbers.
 
-    def __init__(self, whole: Call, local: Call, ranks: int):
+    Args:
+      whole, local: the program traced at the whole batch's shapes and at a rank's.
+      given, own: the abstract values of their last inputs, which may have rows.
+      ranks: the number of ranks.
+
+    Raises:
+      Unlike: where both do not do the same.
+    """
+    walk = _Numbering(given, own, ranks)
+    return [state in (COUNT, NUMBERED, SIZED) for state in walk.run(whole, local)]
+
+
+class _Numbering:
+    """Walks two traces of a call; `found` is what it notes.
+
+    Args:
+      whole, local: the abstract values of the arrays that it is given.
+      ranks: the number of ranks.
+    """
+
+    def __init__(self, whole: Sequence[Any], local: Sequence[Any], ranks: int):
         self.found: list[str] = []
-        given = [self._given(a.shape, b.shape, ranks) for a, b in zip(whole.given, local.given, strict=True)]
-        pairs = zip(whole.given, local.given, given, strict=True)
+        self._states = [self._given(a.shape, b.shape, ranks) for a, b in zip(whole, local, strict=True)]
+        pairs = zip(whole, local, self._states, strict=True)
         self.rows = {(a.shape[s.place.dim], b.shape[s.place.dim]) for a, b, s in pairs if s.place is not None}
-        if not self.rows or whole.traced is None or local.traced is None:
-            return
-        of_all, of_rank = (read_program(each.traced, all_but_named) for each in (whole, local))
-        made = self.program(of_all, of_rank, [*[FREE] * (len(of_all.inputs) - len(given)), *given])
-        returned = whole.out_rest.count(None)
-        for state, aval in zip(made[:returned], whole.made[:returned], strict=True):
-            if state.kind == "rows" and _is_float(aval) and (state.scaled or state.order is not None):
-                self.found.append(state.note)
+
+    def run(self, whole: Program, local: Program) -> list[State]:
+        """The states of the results of programs whose last inputs are the arrays."""
+        return self.program(whole, local, [*[FREE] * (len(whole.inputs) - len(self._states)), *self._states])
 
     @staticmethod
     def _given(whole: Sequence[int], own: Sequence[int], ranks: int) -> State:
@@ -273,6 +298,8 @@ class _Numbering:
             return [FREE] * len(others)
         if OTHER in given:
             return others
+        if SIZED in given:
+            return [SIZED if all(state.kind in (*_FIXED, "sized") for state in given) else OTHER] * len(others)
         if all(state.kind in _FIXED for state in given):
             return [self._fixed(equation, own.op, given)] * len(others)
         return self._moved(op, own.op, given) or self._of_rows(op, own.op, given)
@@ -332,21 +359,21 @@ class _Numbering:
             along = op.options["dimension"]
             a, b = op.made[0].shape[along], own.made[0].shape[along]
             numbers = (a, b) in self.rows or (a + 1, b + 1) in self.rows  # the latter in `linspace`
-            return FREE if a == b else NUMBERED if numbers else OTHER
+            return FREE if a == b else NUMBERED if numbers else SIZED
         if op.name == "mul" and any(is_constant(atom) and not np.any(atom.val) for atom in equation.inputs):
             return FREE
         grown = [_grown(a.shape, b.shape) for a, b in zip(op.given, own.given, strict=True)]
         made = _grown(op.made[0].shape, own.made[0].shape) if op.made else []
         found = max(given, key=lambda state: _FIXED.index(state.kind), default=FREE)
         if op.name in ("slice", "dynamic_slice") and made and not any(grown):
-            return NUMBERED if set(made) <= self.rows else OTHER
+            return NUMBERED if set(made) <= self.rows else SIZED
         if is_elementwise(op.name):
             return COUNT if found is FREE and _powers_differ(op, own) else found
         if kind == "placing":
             return found
         if op.name == "gather" and given[0] is FREE and not grown[0]:
             return found
-        return OTHER if found is not FREE or any(grown) else FREE
+        return SIZED if found is not FREE or any(grown) else FREE
 
     def _moved(self, op: Operation, own: Operation, given: list[State]) -> list[State] | None:
         """The results of an operation that takes rows by their numbers; None for all others."""
@@ -495,7 +522,7 @@ def _uncounted(state: State, aval: Any) -> State:
 
 def _sliced(state: State, aval: Any) -> State:
     if state.kind != "rows" or state.place is None or not state.place.dim:
-        return OTHER if state.kind == "rows" else _uncounted(state, aval)
+        return state if state is FREE else OTHER
     return state._replace(place=state.place._replace(dim=state.place.dim - 1))
 
 

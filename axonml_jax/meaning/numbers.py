@@ -84,27 +84,24 @@ class Numbers(Walk):
             found.append(known if any(known.places) else UNKNOWN)
         return found
 
-    def slice_of(self, known: Known) -> Known:
-        """A slice along dim 0."""
-        return Known(Following(self.groups).sliced(known.places))
-
-    def stack_of(self, known: Known) -> Known:
-        """Slices stacked along dim 0."""
-        return replace(known, places=shifted(known.places, 1))
-
     def _scan(self, equation: Equation, own: Equation, given: list[Known]) -> list[Known]:
         """Walks a scan whose carry keeps its places; a carry that starts as zeros may become rows."""
         scan, other, body, own_body = equation.op.scan, own.op.scan, equation.body, own.body
         assert scan is not None and other is not None and body is not None and own_body is not None
-        stacks = given[scan.first_scanned :]
-        over_rows = any(any(known.places) and not any(self.slice_of(known).places) for known in stacks)
+        stacks, sliced = given[scan.first_scanned :], Following(self.groups).sliced
+        over_rows = any(any(known.places) and not any(sliced(known.places)) for known in stacks)
         if over_rows or any(known.is_sum for known in given) or scan.options != other.options:
             raise NotProven
         consts, carry = given[: scan.num_consts], given[scan.num_consts : scan.first_scanned]
-        slices = [*map(self.slice_of, stacks)]
+        slices = [Known(sliced(known.places)) for known in stacks]
         for _ in range(2):
             made = self.program(body, own_body, [*consts, *carry, *slices])
             if made[: scan.num_carry] == carry:
-                return [*carry, *map(self.stack_of, made[scan.num_carry :])]
+                return [*carry, *map(_stacked, made[scan.num_carry :])]
             carry = made[: scan.num_carry]
         raise NotProven
+
+
+def _stacked(known: Known) -> Known:
+    """Slices stacked along dim 0; what is not known stays so."""
+    return known if known is UNKNOWN or known is MIXED else replace(known, places=shifted(known.places, 1))

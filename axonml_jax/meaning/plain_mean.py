@@ -99,7 +99,9 @@ class Walk:
             raise NotProven
         env, names = dict(zip(whole.inputs, given, strict=True)), dict(zip(local.inputs, whole.inputs, strict=True))
         for (number, value), (other, own) in zip(whole.constants.items(), local.constants.items(), strict=True):
-            env[number], names[other] = self.constant(value, own), number
+            if np.shape(value) != np.shape(own) or not (value is own or np.array_equal(value, own)):
+                raise NotProven
+            env[number], names[other] = Known((None,) * len(self.groups)), number
         for equation, own in zip(whole.equations, local.equations, strict=True):
             read = [self._atom(a, b, env, names) for a, b in zip(equation.inputs, own.inputs, strict=True)]
             made = self._equation(equation, own, read)
@@ -107,12 +109,6 @@ class Walk:
                 env[number], names[other] = known, number
                 self._check_shape(whole.avals[number], local.avals[other], known)
         return [self._atom(a, b, env, names) for a, b in zip(whole.outputs, local.outputs, strict=True)]
-
-    def constant(self, value: Any, own: Any) -> Known:
-        """A constant of both programs."""
-        if np.shape(value) != np.shape(own) or not (value is own or np.array_equal(value, own)):
-            raise NotProven
-        return Known((None,) * len(self.groups))
 
     def _check_shape(self, whole: Any, own: Any, known: Known) -> None:
         if known.is_sum or any(known.places):

@@ -71,7 +71,7 @@ def shares(whole: Call, local: Call, group: Group) -> tuple[Share | None, ...]:
 def pooled(whole: Call, local: Call, group: Group) -> list[int]:
     """The numbers of the arrays that a call returns without positions, and that are other ones on ranks with others."""
     _, of_rank, given = _read(whole, local, group)
-    apart = results(of_rank, [_axes(known, group) for known in given], differing, SAME)
+    apart = results(of_rank, [_axes(known, group) for known in given], _differing, SAME)
     pairs = zip(range(whole.out_rest.count(None)), whole.made, local.made, strict=False)
     return [k for k, a, b in pairs if a.shape == b.shape and not apart[k].isdisjoint(group.axes)]
 
@@ -90,9 +90,9 @@ def _axes(known: Known, group: Group) -> Axes:
     return SAME if known == WHOLE or known.literal else frozenset(group.axes)
 
 
-def differing(equation: Equation, operands: list[Axes]) -> list[Axes]:
+def _differing(equation: Equation, operands: list[Axes]) -> list[Axes]:
     """The mesh axes over which results differ (see `differing`)."""
-    inside = through(equation, operands, differing, or_, SAME)
+    inside = through(equation, operands, _differing, or_, SAME)
     return made_over(equation, operands) if inside is None else inside
 
 
@@ -138,7 +138,7 @@ class _Back(Walk):
     def _by_shape(self, local: Program, given: Sequence[Known]) -> Callable[[Any, Any, Any], Known]:
         """A function of two shapes and a number of the local program: what has positions, or was joined over ranks."""
         axes = [_axes(known, self.group) for known in given]
-        apart = forward(local, axes, differing, SAME)
+        apart = forward(local, axes, _differing, SAME)
         reads = forward(local, list(map(bool, axes)), _any, False)
 
         def known(a: Any, b: Any, number: int) -> Known:

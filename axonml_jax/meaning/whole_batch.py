@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache, partial, reduce
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -20,12 +20,10 @@ from axonml_jax.meaning.deciding import ROWS, UNPLACED, Decided, decided, in_mic
 from axonml_jax.meaning.interpreter import Interpreter
 from axonml_jax.meaning.microbatches import Microbatch, MicroRanks
 from axonml_jax.meaning.model_call import Path, RealCalls, Unclear, put_variables
-from axonml_jax.meaning.own_state import joins_of
 from axonml_jax.meaning.places import Group, Places
 from axonml_jax.meaning.plain_mean import talks
 from axonml_jax.meaning.two_sweeps import Recording, calls_of, finished, first_only, of_all_rows, read_beside, second
 from axonml_jax.meaning.values import Ranks, Value
-from axonml_jax.model.buffers import Join
 from axonml_jax.model.loss import Loss, WeightedMean, of_batch, per_weight
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.program.program import Atom
@@ -87,7 +85,6 @@ class WholeBatch:
       seeing_whole: entered where the loss's code sees whole sequences.
       apart: the mesh axes along which ranks have batches of their own.
       trains: the loss is refused where nothing that is trained reaches it.
-      joins: how undeclared leaves of the model's state join over ranks, as far as traces have shown it.
     """
 
     group: Group
@@ -99,7 +96,6 @@ class WholeBatch:
     seeing_whole: Callable[[], AbstractContextManager] = nullcontext
     apart: tuple[str, ...] = ()
     trains: bool = False
-    joins: dict[str, Join] = field(default_factory=dict)
     _decided: dict[Any, Decided | str] = field(default_factory=dict)
 
     def __call__(
@@ -169,8 +165,10 @@ class WholeBatch:
             traced = cache(asked.traced)
             found = decided(asked, traced, in_layers=self.in_layers, trains=self.trains, inlines=inlines)
             refuse_draws(asked, found)
-            if found == ROWS or isinstance(found, Decided):
-                self.joins.update(joins_of(asked, traced, in_loss=found == ROWS))
+            if jax.tree.leaves(asked.variables.state) and (found == ROWS or isinstance(found, Decided)):
+                from axonml_jax.meaning.own_state import warn_of_state
+
+                warn_of_state(asked, traced, in_loss=found == ROWS or not inlines)
             if isinstance(found, Decided) and any(
                 isinstance(x, jax.core.Tracer) for x in found.whole.program.constants.values()
             ):
@@ -185,7 +183,7 @@ class WholeBatch:
         loss, changed = whole.out_tree.unflatten(Interpreter(ranks, calls).run(whole.program, values))
         settled = [ranks.settled(x, ranks.none) for x in changed]
         put_variables(bound, dict(zip(whole.changed, settled, strict=True)))
-        return _as_sums(loss, ranks), self._added_once(asked, asked.model.state_of(bound), settled)
+        return _as_sums(loss, ranks), _added_once(asked, asked.model.state_of(bound), settled)
 
     def _inlined(self, asked: Asked, ranks: Ranks, on_rows: Callable, why: str) -> tuple[Loss, PyTree]:
         """Runs the loss with the model's own code in its program, where the loss differentiates or maps the model."""
@@ -198,29 +196,7 @@ class WholeBatch:
         loss, state = whole.out_tree.unflatten(Interpreter(ranks).run(whole.program, values))
         treedef = jax.tree.structure(asked.variables.state)
         settled = [ranks.settled(x, ranks.none) for x in state]
-        return _as_sums(loss, ranks), self._added_once(asked, treedef.unflatten(settled), settled)
-
-    def _added_once(self, asked: Asked, state: PyTree, whole: Sequence[jax.Array], number: Any = None) -> PyTree:
-        """The state in which what is the whole batch's already (`whole`) is new in the first microbatch alone.
-
-        To sums the first rank alone adds it: ranks add up what each of them has added.
-
-        Args:
-          asked: the loss.
-          state: the model's, after the loss.
-          whole: the leaves of it that the loss itself has changed.
-          number: the microbatch's; None: there is one.
-        """
-        joins, done = {**self.joins, **asked.model.state_joins()}, {id(x) for x in whole}
-
-        def own(path: Any, before: Any, leaf: jax.Array) -> jax.Array:
-            if id(leaf) not in done:
-                return leaf
-            alone = [axis_index(asked.axes) == 0] if joins.get(path_name(path)) == "sum" else []
-            alone += [] if number is None else [number == 0]
-            return jnp.where(reduce(jnp.logical_and, alone), leaf, before) if alone else leaf
-
-        return jax.tree_util.tree_map_with_path(own, asked.variables.state, state)
+        return _as_sums(loss, ranks), _added_once(asked, treedef.unflatten(settled), settled)
 
     # Microbatches
 
@@ -285,7 +261,7 @@ class WholeBatch:
             raise state_of_rows(of_rows)
         settled = [ranks.settled(x, ranks.none) for x in changed]
         put_variables(bound, dict(zip(whole.changed, settled, strict=True)))
-        state = self._added_once(asked, asked.model.state_of(bound), settled, batch.number)
+        state = _added_once(asked, asked.model.state_of(bound), settled)
         return _as_sums(Loss(total, loss.weight, metrics), ranks), state
 
     # Two sweeps
@@ -399,6 +375,21 @@ class WholeBatch:
         of_sum = lambda x: of((later.total,), sums | {decided.slope: x})[0]
         value, slope = jax.value_and_grad(of_sum)(ranks.vary(loss))
         return ranks.unvaried(value), kept, ranks.unvaried(slope)
+
+
+def _added_once(asked: Asked, state: PyTree, whole: Sequence[jax.Array]) -> PyTree:
+    """The state in which the first rank alone adds to a declared sum what is the whole batch's already (`whole`).
+
+    Ranks add up what each of them has added to such a leaf.
+    """
+    joins, done = asked.model.state_joins(), {id(x) for x in whole}
+
+    def own(path: Any, before: Any, leaf: jax.Array) -> jax.Array:
+        if joins.get(path_name(path)) != "sum" or id(leaf) not in done:
+            return leaf
+        return jnp.where(axis_index(asked.axes) == 0, leaf, before)
+
+    return jax.tree_util.tree_map_with_path(own, asked.variables.state, state)
 
 
 def state_of_rows(paths: Sequence[Path]) -> ValueError:

@@ -99,10 +99,11 @@ class Oracle:
         cast = self.precision.cast_param
         variables = replace(variables, params=cast(variables.params), frozen=cast(variables.frozen))
         opt_state, steps = self.tx.init(variables.params), []
+        drawn_of = self._drawn(variables, key, batches[0])
         for i, batch in enumerate(batches):
             sums, states = self._parts(variables, jax.random.fold_in(key, i), batch, first_shard)
             parts = 1 if self.parts.whole else self.parts.shards * self.parts.microbatches
-            whole = self._state_of_whole(variables, jax.random.fold_in(key, i), batch)
+            whole = self._state_of_whole(variables, jax.random.fold_in(key, i), batch, drawn_of)
             variables, opt_state, *rest = self._finish(variables, opt_state, sums, states, whole, parts)
             steps.append(rest)
         grads, losses, norms, metrics = zip(*steps, strict=True)
@@ -190,16 +191,28 @@ class Oracle:
             self.model, self.loss_fn, self._mode, variables, key, batch
         )
 
-    def _state_of_whole(self, variables: Variables, key: jax.Array, batch: PyTree) -> dict[str, jax.Array]:
-        """What is undeclared of the state, by path, after all rows of every microbatch; without what is drawn."""
+    def _known(self, variables: Variables) -> set[str]:
+        """The paths of state whose join the model itself says or does; all, where shards keep their own."""
         leaves = named_leaves(variables.state)
-        known = {*filter(self.model.synchronized(), leaves), *self.model.state_joins()}
-        if self.parts.buffers != "joined" or known.issuperset(leaves):
+        joined = self.parts.buffers == "joined"
+        return {*filter(self.model.synchronized(), leaves), *self.model.state_joins()} if joined else {*leaves}
+
+    def _drawn(self, variables: Variables, key: jax.Array, batch: PyTree) -> set[str]:
+        """The paths of other state that depends on random numbers."""
+        if self._known(variables).issuperset(named_leaves(variables.state)):
+            return set()
+        return drawn(lambda key: self._state_after(variables, variables.state, key, batch), key)
+
+    def _state_of_whole(
+        self, variables: Variables, key: jax.Array, batch: PyTree, drawn_of: set[str]
+    ) -> dict[str, jax.Array]:
+        """What is undeclared of the state, by path, after all rows of every microbatch; without what is drawn."""
+        wanted = named_leaves(variables.state).keys() - self._known(variables) - drawn_of
+        if not wanted:
             return {}
-        random = drawn(lambda key: self._state_after(variables, variables.state, key, batch), key)
         called = lambda state, batch: self._after(variables, state, key, batch)
-        after = named_leaves(state_after(self.parts.shards, self.parts.microbatches, called, variables.state, batch))
-        return {name: leaf for name, leaf in after.items() if name not in known | random}
+        after = state_after(self.parts.shards, self.parts.microbatches, called, variables.state, batch)
+        return {name: leaf for name, leaf in named_leaves(after).items() if name in wanted}
 
     def _state_after(self, variables: Variables, state: PyTree, key: jax.Array, batch: PyTree) -> PyTree:
         """The state after the user's function was called on one device."""

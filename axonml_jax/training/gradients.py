@@ -37,7 +37,6 @@ from axonml_jax.training.objective import (
     part_keys,
     shard_key,
 )
-from axonml_jax.training.update import joined_state
 
 # --------------------------------------------------------------------------------------------------
 # Gradients summed over microbatches: what accumulates, and which reduction waits for the last one.
@@ -349,7 +348,6 @@ def gradients(
     parts = Parts(count * (placement.ranks(placement.axes.rows) if sync else 1), scale)
     engine = engine_of(placement, sync)(objective, placement, parts, sync, left_out)
     found = engine.differentiate(variables, key, batch)
-    state = joined_state(objective.joins, variables.state, found.state, placement)
     loss, metrics, weight = means(found.losses, placement, count, sync)
     loss, metrics, slope = (loss, metrics, None) if found.finish is None else found.finish(loss, metrics)
     leaves, treedef = jax.tree.flatten(found.grads)
@@ -363,7 +361,7 @@ def gradients(
         leaves = [per_weight(grad, weight.astype(grad.dtype)) for grad in leaves]
     dtypes = [dtype for _, dtype, _ in rest_of(placement).parts(found.grads)]
     grads = [grad.astype(dtype) for grad, dtype in zip(leaves, dtypes, strict=True)]
-    return Gradients(treedef.unflatten(grads), loss, metrics, state, found.left_out)
+    return Gradients(treedef.unflatten(grads), loss, metrics, found.state, found.left_out)
 
 
 def engine_of(placement: Placement, sync: bool) -> type[GradientEngine]:

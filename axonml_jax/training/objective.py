@@ -1,7 +1,7 @@
 """The objective of a step: the user's loss as a pure function, and the interface of the engines that differentiate it."""
 
 import abc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from axonml_jax.base import LossFn, PyTree, named_leaves
 from axonml_jax.collectives.primitives import axis_index
 from axonml_jax.compat.jaxpr import trace, traced_with
-from axonml_jax.model.buffers import Join
 from axonml_jax.model.loss import TRACED, UNREAD, Loss, of_arrays, parse_loss
 from axonml_jax.model.view import Functional, Mode, Variables, merge, noting_written
 from axonml_jax.parallel.placement import Placement
@@ -181,11 +180,6 @@ class Objective:
         """The loss of this rank's rows after a first sweep, as sums that ranks add up."""
         assert self.whole is not None
         return self.whole.loss_of(batches)
-
-    @property
-    def joins(self) -> Mapping[str, Join]:
-        """How undeclared leaves of the model's state join over ranks, as far as traces have shown it."""
-        return {} if self.whole is None else self.whole.joins
 
     def finish(self, batches: PyTree) -> Callable | None:
         """The function of loss and metrics after all microbatches and ranks (`WholeBatch.finish`); None: there is none."""

@@ -1,6 +1,5 @@
 """Transforms around the update: the norm of gradients, clipping by it, and the model's own state made equal over ranks."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import jax
@@ -147,20 +146,6 @@ def _joined(join: Join, before: jax.Array, leaf: jax.Array, placement: Placement
         return _mean(leaf, axes, placement)
     extreme = {"max": max_over, "min": min_over}.get(join)
     return first_ranks(leaf, axes) if extreme is None else extreme(leaf, axes)
-
-
-def joined_state(joins: Mapping[str, Join], before: PyTree, state: PyTree, placement: Placement) -> PyTree:
-    """Joins the leaves of a model's state of which `joins` says how, by path; others are left to `sync_buffers`."""
-    if not joins:
-        return state
-    _refuse_other_shapes(before, state)
-
-    def joined(path: tuple, old: jax.Array, leaf: jax.Array) -> jax.Array:
-        join = joins.get(path_name(path))
-        return leaf if join is None else _joined(join, old, leaf, placement)
-
-    with jax.named_scope("axonml.buffers"):
-        return jax.tree_util.tree_map_with_path(joined, before, state)
 
 
 def _mean(leaf: jax.Array, axes: tuple[str, ...], placement: Placement) -> jax.Array:
