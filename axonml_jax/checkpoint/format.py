@@ -29,20 +29,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from axonml_jax.base import PyTree, host_arrays, named_leaves
 from axonml_jax.checkpoint.ownership import FolderInUse
 from axonml_jax.compat.processes import coordinator_client, lost_processes
-from axonml_jax.sharding.layout import Checkpointable, Leaf, to_stored
+from axonml_jax.sharding.layout import MODEL, Checkpointable, Leaf, to_stored
 
 # --------------------------------------------------------------------------------------------------
 # Names for the arrays of whatever can be saved: trainers, models, plain Flax modules, any pytree.
 # --------------------------------------------------------------------------------------------------
 
-MODEL = "model/"
-"""What the names of a model's arrays start with; the rest is their name in its `state_dict`."""
-
 STATE = "variables/"
 """What the names of a `TrainState` that is saved as any pytree start with."""
-
-AVERAGE = "ema/"
-"""What the names of a trainer's moving averages start with; the rest is their parameter's name."""
 
 
 def leaves_of(thing: Any) -> dict[str, Leaf]:

@@ -16,7 +16,6 @@ from axonml_jax.base import logger
 from axonml_jax.checkpoint import format as arrays
 from axonml_jax.checkpoint.format import (
     ARRAYS,
-    AVERAGE,
     DIFFERENCES,
     OPTIONAL,
     SAVED_AT,
@@ -44,7 +43,7 @@ from axonml_jax.checkpoint.retention import Retention, best_of, require_count, s
 from axonml_jax.checkpoint.saving import Failures, Saving, abandon_from, put_aside, take_over, tidy
 from axonml_jax.compat.order import no_mesh_around
 from axonml_jax.compat.versions import PACKAGES, installed
-from axonml_jax.sharding.layout import LEFT_OUT, Checkpointable, Leaf
+from axonml_jax.sharding.layout import AVERAGE, LEFT_OUT, Checkpointable, Leaf
 
 # --------------------------------------------------------------------------------------------------
 # `save` and `restore`: one checkpoint, whole, under any plan.

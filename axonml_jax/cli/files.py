@@ -13,7 +13,7 @@ import yaml
 from flax import nnx
 
 from axonml_jax.checkpoint import format as arrays
-from axonml_jax.checkpoint.format import AVERAGE, MODEL, NAME, Team, newest_below
+from axonml_jax.checkpoint.format import NAME, Team, newest_below
 from axonml_jax.checkpoint.manager import checked_manifest, load
 from axonml_jax.cli.flags import require_folder
 from axonml_jax.cli.saved import place_said, require_average
@@ -30,6 +30,7 @@ from axonml_jax.models.families.known import family_of
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.models.weights import check_pretrained, pretrained_config, write_pretrained
 from axonml_jax.parallel.plan import Plan
+from axonml_jax.sharding.layout import AVERAGE, MODEL
 
 # --------------------------------------------------------------------------------------------------
 # `axonml-jax import`: a run's folder from published weights, after checking that every weight has its place in the model.

@@ -336,18 +336,6 @@ def _series(records: Sequence[Record], name: str) -> tuple[list[int], list[float
 # A run's speeds, and the peak FLOP/s of accelerators, for MFU.
 # --------------------------------------------------------------------------------------------------
 
-# Dense bfloat16, from the makers' data sheets. Kinds as `jax.Device.device_kind` spells them. The PCIe and NVL cards of
-# the H100 are slower than the SXM module and left out rather than flattered.
-_PEAKS = {
-    r"TPU v4": 275e12,
-    r"TPU v5 ?(lite|e)": 197e12,
-    r"TPU v5p?": 459e12,
-    r"TPU v6 ?(lite|e)": 918e12,
-    r"NVIDIA A100.*": 312e12,
-    r"NVIDIA H100(?!.*(PCIe|NVL)).*": 989e12,
-    r"NVIDIA H200(?!.*NVL).*": 989e12,
-}
-
 
 def peak_flops(device_kind: str) -> float | None:
     """Peak bfloat16 FLOP/s of one device, or None where it is not known (every CPU).
@@ -355,7 +343,9 @@ def peak_flops(device_kind: str) -> float | None:
     >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("cpu")
     (989000000000000.0, None)
     """
-    return next((peak for kind, peak in _PEAKS.items() if re.fullmatch(kind, device_kind, re.IGNORECASE)), None)
+    from axonml_jax.planner.hardware import hardware_of
+
+    return None if (found := hardware_of(device_kind)) is None else found.flops
 
 
 def throughput(config: RunConfig, ground: RunSetup, folder: Path | None = None, start: int = 0) -> Throughput:

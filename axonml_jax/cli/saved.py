@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from axonml_jax.base import aligned, print0
-from axonml_jax.checkpoint.format import AVERAGE, Manifest, Team, checkpoints_in
+from axonml_jax.checkpoint.format import Manifest, Team, checkpoints_in
 from axonml_jax.checkpoint.manager import restore
 from axonml_jax.cli.flags import require_writable
 from axonml_jax.cli.records import flat, json_values, plot_runs, read_records
@@ -42,7 +42,7 @@ from axonml_jax.facade.generate import generate
 from axonml_jax.facade.trainer import AveragedParams, ParallelModel
 from axonml_jax.models.generate import Sampling
 from axonml_jax.models.transformer import counted
-from axonml_jax.sharding.layout import to_host
+from axonml_jax.sharding.layout import AVERAGE, to_host
 from axonml_jax.training.callbacks import as_floats
 
 # --------------------------------------------------------------------------------------------------

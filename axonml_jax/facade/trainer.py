@@ -56,7 +56,7 @@ from axonml_jax.model.view import (
 from axonml_jax.parallel.placement import Placement, bind_plan, check_model
 from axonml_jax.parallel.plan import Plan, in_words
 from axonml_jax.sharding.batch import refuse_tracing, shapes_of
-from axonml_jax.sharding.layout import Leaf, cast, copies, is_deleted, on_device, place, to_host
+from axonml_jax.sharding.layout import MODEL, Leaf, cast, copies, is_deleted, on_device, place, to_host
 from axonml_jax.training.callbacks import Callback, TrainingEvent, checked, tell
 from axonml_jax.training.compile import folding
 from axonml_jax.training.compose import Metrics, rest_of
@@ -64,7 +64,6 @@ from axonml_jax.training.objective import shard_key
 from axonml_jax.training.optimizer import averaging
 from axonml_jax.training.rest import Rest
 from axonml_jax.training.run_state import (
-    MODEL,
     averaged_variables,
     first_variables,
     init_state,

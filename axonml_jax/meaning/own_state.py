@@ -65,12 +65,15 @@ def _no_means(asked: Asked, group: Group, whole: Traced, local: Traced, in_loss:
     for a, b in zip(whole.noted, local.noted, strict=False):
         count = len(a.made) - a.out_rest.count(None)
         if a.alike(b) and len(a.changed) == count:  # else a variable is several arrays
-            programs = [read_program(each.traced, all_but_named) for each in (a, b)]
-            yield from _named(a.changed, _Pair(group, *programs, a.given, b.given))
+            of_all, of_rank = (read_program(each.traced, all_but_named) for each in (a, b))
+            yield from _named(a.changed, _Pair(group, of_all, of_rank, a.given, b.given))
     if in_loss and whole.changed == local.changed:
-        programs, rows = (whole.program, local.program), len(asked.batch_places())
-        given = [[each.avals[number] for number in each.inputs[len(each.inputs) - rows :]] for each in programs]
-        yield from _named(whole.changed, _Pair(group, *programs, *given))
+        rows = len(asked.batch_places())
+        given, own = (
+            [each.avals[number] for number in each.inputs[len(each.inputs) - rows :]]
+            for each in (whole.program, local.program)
+        )
+        yield from _named(whole.changed, _Pair(group, whole.program, local.program, given, own))
 
 
 def _named(changed: Sequence[Path], pair: "_Pair") -> Iterator[str]:

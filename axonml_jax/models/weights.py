@@ -27,7 +27,7 @@ from axonml_jax.models.config import TransformerConfig, unlike
 from axonml_jax.models.families.family import ArraySource, Family, Place, assembled, names_there, shape_there, sources
 from axonml_jax.models.families.known import config_of, described_in, family_named, family_of
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.sharding.layout import Checkpointable, Layout, Leaf, from_stored, to_stored
+from axonml_jax.sharding.layout import MODEL, Checkpointable, Layout, Leaf, from_stored, to_stored
 
 # --------------------------------------------------------------------------------------------------
 # Weights from files into matrices that rest as int8: read as floats where they will rest, and quantized there.
@@ -195,7 +195,6 @@ Values = dict[str, np.ndarray]
 SHARD_BYTES = 5 * 10**9
 """Bytes of arrays in a file, where nothing else is said."""
 
-_MODEL = "model/"
 _HEAD = "lm_head.weight"
 _COMPARED_BYTES = 64 * 2**20
 _SHOWN = 100
@@ -280,12 +279,12 @@ def load_pretrained(model: Checkpointable, folder: str | os.PathLike) -> int:
     """
     described = described_in(folder)
     leaves, family = model.checkpoint_leaves(), family_named(described["model_type"])
-    stacked = any(name.startswith(f"{_MODEL}blocks/layer/") for name in leaves)
+    stacked = any(name.startswith(f"{MODEL}blocks/layer/") for name in leaves)
     stored = _stored_arrays(folder)
-    own_head = {"tie_embeddings": False} if f"{_MODEL}head/kernel" in leaves and _HEAD in stored else {}
+    own_head = {"tie_embeddings": False} if f"{MODEL}head/kernel" in leaves and _HEAD in stored else {}
     config = config_of(described, scan_layers=stacked, **own_head)
-    every = {_MODEL + name: own for name, own in _checked(sources(family, config), stored, family, config).items()}
-    others = {_MODEL + name for name in _others(config)} - every.keys() | set(filter(is_adapter, leaves))
+    every = {MODEL + name: own for name, own in _checked(sources(family, config), stored, family, config).items()}
+    others = {MODEL + name for name in _others(config)} - every.keys() | set(filter(is_adapter, leaves))
     weights = {name: leaf.shape for name, leaf in leaves.items() if name not in others}
     _refuse_shapes(folder, weights, every, stored)
     arrays = {name: leaf.array for name, leaf in leaves.items() if name not in every}
@@ -349,7 +348,7 @@ def write_pretrained(
         folder.mkdir(parents=True, exist_ok=True)
     arrays = []
     for there, parts in names_there(every).items():
-        own = [(leaves[_MODEL + name], index, place) for name, index, place in parts]
+        own = [(leaves[MODEL + name], index, place) for name, index, place in parts]
         arrays.append(pending(there if there.startswith("lm_head") else family.prefix + there, own))
     write_shards(folder, arrays, most=shard_bytes, metadata={"format": "pt"}, writes=leads)
     if leads:  # after what may be refused, and as a new file: the old one may be a link to another folder's
@@ -366,7 +365,7 @@ def _leaves_of(values: nnx.Module | Mapping[str, Any]) -> dict[str, Leaf]:
         raise type(error)(f"write_pretrained: {error}") from error
     if adapters := list(filter(is_adapter, named)):
         raise ValueError(f"values has adapters, {', '.join(adapters)}: give the parallel model itself, which is merged")
-    return {_MODEL + name: Leaf(value) for name, value in named.items()}
+    return {MODEL + name: Leaf(value) for name, value in named.items()}
 
 
 def _refuse_other_model(
@@ -374,7 +373,7 @@ def _refuse_other_model(
 ) -> None:
     """Refuse arrays that do not belong to a configuration."""
     wanted = {name: shape for name, shape in _shapes(config, every).items() if name in every}
-    here = {name: leaf.shape for name in wanted if (leaf := leaves.get(_MODEL + name)) is not None}
+    here = {name: leaf.shape for name in wanted if (leaf := leaves.get(MODEL + name)) is not None}
     problems = [f"  {name}: missing" for name in wanted if name not in here]
     problems += [f"  {name}: shape {own}, not {wanted[name]}" for name, own in here.items() if own != wanted[name]]
     if problems:

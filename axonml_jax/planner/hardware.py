@@ -1,6 +1,7 @@
 """Hardware figures, assumptions, and goodput: failures, recovery, how often to save."""
 
 import math
+import re
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -227,6 +228,28 @@ def hardware(name: "str | Hardware") -> Hardware:
             "or give ax.Hardware (on the command line: measure)"
         )
     return HARDWARE[known]
+
+
+# Kinds as `jax.Device.device_kind` spells them. The PCIe and NVL cards of the H100 are slower than the SXM module.
+_KINDS = {
+    r"TPU v4": "v4",
+    r"TPU v5 ?(lite|e)": "v5e",
+    r"TPU v5p?": "v5p",
+    r"TPU v6 ?(lite|e)": "v6e",
+    r"NVIDIA A100.*": "a100",
+    r"NVIDIA H100(?!.*(PCIe|NVL)).*": "h100",
+    r"NVIDIA H200(?!.*NVL).*": "h200",
+}
+
+
+def hardware_of(device_kind: str) -> Hardware | None:
+    """Look up hardware by the kind that JAX gives a device; None where it is not in the table (every CPU).
+
+    >>> hardware_of("NVIDIA H100 80GB HBM3").name, hardware_of("cpu")
+    ('h100', None)
+    """
+    name = next((name for kind, name in _KINDS.items() if re.fullmatch(kind, device_kind, re.IGNORECASE)), None)
+    return None if name is None else HARDWARE[name]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -495,6 +495,12 @@ class Leaf:
         return jax.jit(from_stored, static_argnums=1, out_shardings=target)(array, self.layout)
 
 
+MODEL = "model/"
+"""What the names of a model's arrays in checkpoints start with; the rest is their name in its `state_dict`."""
+
+AVERAGE = "ema/"
+"""What the names of a trainer's moving averages in checkpoints start with; the rest is their parameter's name."""
+
 LEFT_OUT = "left_out/"
 """What the names of error-feedback residuals in checkpoints start with; the rest is their parameter's name. They are one per
 rank, so that another number of ranks starts from zeros."""

@@ -15,7 +15,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from axonml_jax.base import PyTree, named_leaves, some_of
 from axonml_jax.model.view import Functional, Variables
 from axonml_jax.parallel.placement import Placement, in_round
-from axonml_jax.sharding.layout import HOST, Leaf, cast, copies, movable, place, to_device_memory, to_host
+from axonml_jax.sharding.layout import (
+    AVERAGE,
+    HOST,
+    MODEL,
+    Leaf,
+    cast,
+    copies,
+    movable,
+    place,
+    to_device_memory,
+    to_host,
+)
 from axonml_jax.training.compose import Kept, filled, rest_of
 from axonml_jax.training.optimizer import MovingAverage
 from axonml_jax.training.rest import Rest, RestingOptimizer
@@ -111,7 +122,7 @@ def _resting(placement: Placement, tx: optax.GradientTransformation) -> RestingS
 # A `TrainState` as arrays by names that do not depend on the plan, and back: what checkpoints hold.
 # --------------------------------------------------------------------------------------------------
 
-MODEL, _OPTIMIZER, _AVERAGE = "model/", "optimizer/", "ema/"
+_OPTIMIZER = "optimizer/"
 
 
 def variable_leaves(model: Functional, variables: Variables, rest: Rest) -> dict[str, Leaf]:
@@ -142,7 +153,7 @@ def state_leaves(model: Functional, state: TrainState, at: RestingState) -> dict
     The optimizer's own names are the same with a moving average and without one.
     """
     opt, averages = _apart(at.optimizer.leaves(state.opt_state))
-    leaves = variable_leaves(model, state.variables, at.rest) | _named(_OPTIMIZER, opt) | _named(_AVERAGE, averages)
+    leaves = variable_leaves(model, state.variables, at.rest) | _named(_OPTIMIZER, opt) | _named(AVERAGE, averages)
     leaves |= {"key": Leaf(state.key), "step": Leaf(state.step)}
     for name, value in state.extras.items():
         leaves |= at.kept[name].leaves(value)
@@ -154,7 +165,7 @@ def state_of_leaves(model: Functional, like: TrainState, arrays: Mapping[str, An
     own = MODEL + model.param_prefix
 
     def average(name: str, kept: Any) -> Any:
-        found = arrays.get(_AVERAGE + name)
+        found = arrays.get(AVERAGE + name)
         return _copied(arrays[own + name], kept) if found is None else found
 
     def fill(tree: PyTree) -> PyTree:
@@ -174,7 +185,7 @@ def state_of_leaves(model: Functional, like: TrainState, arrays: Mapping[str, An
 def with_new_average(model: Functional, state: TrainState, at: RestingState) -> TrainState:
     """Restarts the moving average from the parameters as they are now; all else stays."""
     leaves = state_leaves(model, state, at)
-    arrays = {name: leaf.array for name, leaf in leaves.items() if not name.startswith(_AVERAGE)}
+    arrays = {name: leaf.array for name, leaf in leaves.items() if not name.startswith(AVERAGE)}
     return state_of_leaves(model, state, arrays, at)
 
 
