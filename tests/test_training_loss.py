@@ -102,6 +102,28 @@ def test_gradients_in_16_bits_are_divided_by_weights_beyond_them(request, mesh, 
     np.testing.assert_array_equal(grads["bias"], np.full(4, wanted))
 
 
+class Half(nnx.Module):
+    """Weights that its maker keeps in 16 bits."""
+
+    def __init__(self):
+        self.w = nnx.Param(jnp.full(4, 0.5, jnp.bfloat16))
+
+    def __call__(self, x):
+        return x.astype(jnp.bfloat16) * self.w[...]
+
+
+def test_sums_of_many_microbatches_in_16_bits_are_warned_of_and_in_float32_right(mesh):
+    x = np.random.default_rng(0).uniform(0.5, 1.5, (2048, 4)).astype(np.float32)
+    loss = lambda model, x: model(x).mean()
+    grads = lambda **options: ax.parallelize(Half(), mesh, ax.Plan(**options)).value_and_grad(loss)(x)[1]["w"]
+    with pytest.warns(UserWarning, match=r"512 microbatches are summed in bfloat16.*accumulate=\"float32\""):
+        grads(accumulate=512)
+    got = np.asarray(grads(accumulate=512, precision=ax.Precision(accumulate="float32")), np.float32)
+    np.testing.assert_allclose(got, x.mean(0) / 4, rtol=1e-2)
+    found = ax.parallelize(Half(), mesh, ax.Plan()).trainer(optax.sgd(0.1), loss).check(x)
+    assert found.equal and found.compared == 2, str(found)
+
+
 def test_a_metric_is_not_replaced_by_one_that_the_step_reports(mesh):
     loss = lambda model, batch: (losses(model, batch).mean(), {"skipped": jnp.float32(7)})
     assert ax.DDP(Net(), mesh).trainer(optax.sgd(0.1), loss).step(ragged())["skipped"] == 7
@@ -139,6 +161,12 @@ REFUSED = {
     "metrics in a list": (lambda: (1.0, [1.0]), TypeError, r"metrics of type list.*dict of named arrays"),
     "a metric for all metrics": (lambda: (1.0, ax.WeightedMean(1.0, 2.0)), TypeError, r"metrics of type WeightedMean"),
     "a text as a metric": (lambda: (1.0, {"a": {"b": "text"}}), TypeError, r"str as metric 'a/b'"),
+    "random keys as a metric": (lambda: (1.0, {"a": jax.random.key(0)}), TypeError, r"random keys as metric 'a'"),
+    "a metric that no integer holds": (
+        lambda: (1.0, {"a": 2**80}),
+        (ValueError, TypeError),
+        r"\d+ as metric 'a'.*too large",
+    ),
     "a metric that the step reports itself": (
         lambda: (1.0, {"loss": 1.0, "x": 2.0}),
         ValueError,

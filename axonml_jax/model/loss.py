@@ -199,13 +199,17 @@ class _Leaf:
 
 def _metric(name: str, leaf: _Leaf) -> WeightedMean:
     value = leaf.value if isinstance(leaf.value, WeightedMean) else WeightedMean(leaf.value, 1.0)
+    kind = type(value.total).__name__
     try:
         total = jax.lax.stop_gradient(jnp.asarray(value.total))
+    except OverflowError:
+        raise ValueError(f"loss_fn returned {value.total} as metric {name!r}: it is too large for an int32") from None
     except TypeError as error:
-        kind = type(value.total).__name__
         raise TypeError(
             f"loss_fn returned a {kind} as metric {name!r}: metrics are arrays or ax.WeightedMean"
         ) from error
+    if jnp.issubdtype(total.dtype, jax.dtypes.extended):
+        raise TypeError(f"loss_fn returned random keys as metric {name!r}: metrics are numbers")
     total = total.astype(jnp.promote_types(total.dtype, jnp.float32))
     return WeightedMean(total, jax.lax.stop_gradient(jnp.asarray(value.weight, total.dtype)))
 

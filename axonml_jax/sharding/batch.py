@@ -283,10 +283,12 @@ def check_batch(layout: BatchLayout, batch: PyTree, microbatches: int = 1) -> No
     leaves = _leaves(batch)
     refuse_not_held(leaves)
     split = {name: np.shape(leaf) for name, leaf in leaves.items() if np.ndim(leaf)}
+    if not leaves:
+        raise ValueError(f"the batch has no leaves: {batch!r:.80}. Give arrays whose dim 0 holds the rows")
     if not split:
         raise ValueError(
             f"the batch has no array with a batch dim to split over {degree} shards: its leaves are "
-            f"{some_of([repr(name or 'batch') for name in leaves]) or 'none'}. Turn lists of numbers into arrays, "
+            f"{some_of([repr(name or 'batch') for name in leaves])}. Turn lists of numbers into arrays, "
             "np.asarray(rows); for a Hugging Face dataset use .with_format('numpy')"
         )
     named = lambda names: "\n".join(f"  {name or 'batch'}: shape {split[name]}" for name in names)

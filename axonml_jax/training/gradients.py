@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from axonml_jax.base import PyTree
+from axonml_jax.base import PyTree, warn
 from axonml_jax.collectives.gradients import Partial, all_reduce_leaves
 from axonml_jax.collectives.primitives import vary, vary_like
 from axonml_jax.compat.jaxpr import trace
@@ -345,6 +345,7 @@ def gradients(
             "measured. In a loop of your own give remat=trainer.recompute instead"
         )
     count = placement.plan.microbatches
+    _warn_of_rounding(placement, count)
     parts = Parts(count * (placement.ranks(placement.axes.rows) if sync else 1), scale)
     engine = engine_of(placement, sync)(objective, placement, parts, sync, left_out)
     found = engine.differentiate(variables, key, batch)
@@ -362,6 +363,19 @@ def gradients(
     dtypes = [dtype for _, dtype, _ in rest_of(placement).parts(found.grads)]
     grads = [grad.astype(dtype) for grad, dtype in zip(leaves, dtypes, strict=True)]
     return Gradients(treedef.unflatten(grads), loss, metrics, found.state, found.left_out)
+
+
+def _warn_of_rounding(placement: Placement, count: int) -> None:
+    """Warns where so many gradients are summed in 16 bits that the last are rounded away for a good part."""
+    of = placement.plan.precision.accumulate_dtype
+    kinds = {of(layout.dtype) for layout in jax.tree.leaves(placement.params, is_leaf=is_layout)}
+    short = [kind for kind in kinds if kind.itemsize == 2 and count > 2 ** (jnp.finfo(kind).nmant - 1)]
+    if short:
+        warn(
+            f"gradients of {count} microbatches are summed in {short[0].name}, which rounds each sum to "
+            f"{jnp.finfo(short[0]).nmant + 1} bits: the sum may lose a good part of them. Sum them in float32, "
+            'precision=ax.Precision(accumulate="float32"), or take fewer microbatches'
+        )
 
 
 def engine_of(placement: Placement, sync: bool) -> type[GradientEngine]:

@@ -18,7 +18,7 @@ from axonml_jax.model.loss import Loss, parse_loss, per_weight
 from axonml_jax.model.view import Functional, Mode, Variables
 from axonml_jax.parallel.placement import Placement
 from axonml_jax.program.program import made_by, read_program
-from axonml_jax.sharding.layout import to_host
+from axonml_jax.sharding.layout import is_layout, to_host
 from axonml_jax.strategies.strategy import Lossy, reducer_of
 
 # --------------------------------------------------------------------------------------------------
@@ -57,9 +57,14 @@ def difference(got: Any, wanted: Any, low_precision: bool, floor: float = 0.0) -
 
 
 def is_low(placement: Placement) -> bool:
-    """Whether a plan computes or sends anything in 16 bits, or a strategy rounds what it sends (`Lossy`)."""
+    """Whether a plan computes or sends anything in 16 bits, or a strategy rounds what it sends (`Lossy`).
+
+    So does a plan without a policy for parameters that are given in 16 bits.
+    """
     plan = placement.plan
+    given = {jnp.dtype(layout.dtype).name for layout in jax.tree.leaves(placement.params, is_leaf=is_layout)}
     kinds = (*vars(plan.precision).values(), reducer_of(plan.data).wire_dtype("float32").name)
+    kinds = kinds if plan.precision.param else (*kinds, *given)
     rounds = any(each.having(Lossy) is not None and not each.exact for each in placement.strategies.values())
     return rounds or any(kind in ("bfloat16", "float16") for kind in kinds)
 
