@@ -251,7 +251,7 @@ def test_a_trainer_that_cannot_work_is_refused_before_its_state_is_allocated(wha
 
 BATCHES = {
     "too few rows": (regression(7), ["2 batch shards", "x: shape (7, 5)", "w: shape (7,)", "use 6 or 8 rows"]),
-    "no leaves": ({}, ["the batch has no leaves: {}", "dim 0 holds the rows"]),
+    "no leaves": ({}, ["no array with a batch dim: it has no leaves", "dim 0 holds the rows"]),
     "no rows": (regression(0), ["the batch is empty", "x: shape (0, 5)", "skip it"]),
     "one leaf that does not divide": (
         {**BATCH, "y": BATCH["y"][:7]},
@@ -277,7 +277,7 @@ BATCHES = {
         ["differ in the size of dim 0", "x: shape (8, 5)", "(4, 3)"],
     ),
     "scalars only": ({"scale": np.float64(1.0)}, ["no array with a batch dim", "scale'"]),
-    "nothing": (None, ["the batch has no leaves: None"]),
+    "nothing": (None, ["no array with a batch dim: it has no leaves"]),
     "texts": ({**BATCH, "name": np.array(["a"] * 8)}, ["name: <U1", "encode them as numbers, or leave them out"]),
     "many texts": ({f"n{i}": np.array(["a"] * 8) for i in range(64)}, ["<U1 and 59 more"]),
     "objects": ({**BATCH, "name": np.array([None] * 8)}, ["name: objects (NoneType)", "cannot hold"]),

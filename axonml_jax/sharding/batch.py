@@ -284,7 +284,9 @@ def check_batch(layout: BatchLayout, batch: PyTree, microbatches: int = 1) -> No
     refuse_not_held(leaves)
     split = {name: np.shape(leaf) for name, leaf in leaves.items() if np.ndim(leaf)}
     if not leaves:
-        raise ValueError(f"the batch has no leaves: {batch!r:.80}. Give arrays whose dim 0 holds the rows")
+        raise ValueError(
+            "the batch has no array with a batch dim: it has no leaves. Give arrays whose dim 0 holds the rows"
+        )
     if not split:
         raise ValueError(
             f"the batch has no array with a batch dim to split over {degree} shards: its leaves are "
