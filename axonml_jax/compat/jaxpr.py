@@ -204,7 +204,7 @@ class Operation:
 
     Args:
       eqn: JAX's own.
-      around: the name scopes of the calls that it was taken out of.
+      call: the call that it was taken out of; None: none.
 
     Attributes:
       name: the primitive's.
@@ -212,8 +212,8 @@ class Operation:
       results: the variables that it defines.
     """
 
-    def __init__(self, eqn: Any, around: Any = None):
-        self.eqn, self.around = eqn, around
+    def __init__(self, eqn: Any, call: "Operation | None" = None):
+        self.eqn, self._taken_from = eqn, call
         self.name: str = eqn.primitive.name
         self.operands: Sequence[Any] = eqn.invars
         self.results: Sequence[Any] = eqn.outvars
@@ -391,7 +391,7 @@ class Operation:
     def scopes(self) -> Any:
         """Its name scopes, those of the calls around it first; prints as a path."""
         own = self.eqn.source_info.name_stack
-        return own if self.around is None else self.around + own
+        return own if self._taken_from is None else self._taken_from.scopes + own
 
     @property
     def traceback(self) -> Any:
@@ -406,9 +406,11 @@ class Operation:
 
     @property
     def line(self) -> str:
-        """The user's line that it comes from, for messages; "" where JAX does not say."""
+        """The user's line that it comes from, or the call that it was taken out of; "" where JAX does not say."""
         found = re.fullmatch(r"(.*?):(\d+)(?::\d+)? \((.*)\)", source_info_util.summarize(self.eqn.source_info))
-        return f"line {found[2]} of {PurePath(found[1]).name}, {found[3]}" if found else ""
+        if found:
+            return f"line {found[2]} of {PurePath(found[1]).name}, {found[3]}"
+        return "" if self._taken_from is None else self._taken_from.line
 
 
 def function_of(op: Operation) -> str:

@@ -335,17 +335,17 @@ class _Reader:
         self.avals[number] = var.aval
         return number
 
-    def inline(self, parts: Any, arguments: Sequence[Atom], around: Any) -> list[Atom]:
+    def inline(self, parts: Any, arguments: Sequence[Atom], call: Operation | None) -> list[Atom]:
         """Add the equations of a jaxpr on these arguments; returns its results."""
         env: dict = dict(zip(parts.inputs, arguments, strict=True))
         for var, value in parts.constants:
             env[var] = self.new(var)
             self.constants[env[var]] = value
         for eqn in parts.equations:
-            op = Operation(eqn, around)
+            op = Operation(eqn, call)
             given = tuple([var if isinstance(var, Literal) else env[var] for var in op.operands])
             if op.name == "jit" and self.opens(op, given):
-                made = self.inline(opened(op.called), given, op.scopes)
+                made = self.inline(opened(op.called), given, op)
             else:
                 made = tuple(map(self.new, op.results))
                 self.equations.append(Equation(op, op.name, given, made, self.opens))
