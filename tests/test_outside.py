@@ -170,6 +170,12 @@ def array_in_jit(reduce):
     return lambda model, batch: reduce(score(model(batch["x"]))), change, "held (a variable of"
 
 
+def array_changed_in_place(mean):
+    held = {"weights": np.ones(3)}
+    loss = lambda model, batch: mean(model(batch["x"]) * held["weights"])
+    return loss, lambda: held["weights"].fill(5.0), "held['weights']"
+
+
 def array_of_numpy(reduce):
     held = np.array([[1.0], [2.0], [3.0]])
 
@@ -225,6 +231,7 @@ HELD = {
     for each in (
         *(cell, inner_function, list_element, updated_module, replaced_variable, global_name, partial, default),
         *(bound_method, called_object, linen_params, bound_linen, nnx_state, array_in_jit, array_of_numpy, key),
+        array_changed_in_place,
         *(parallel_model, array_read_by_numpy, module_in_loops),
     )
 }

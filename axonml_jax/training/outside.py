@@ -24,6 +24,9 @@ _NOT_LOOKED_INTO = {*sys.stdlib_module_names, "jax", "jaxlib", "flax", "optax", 
 _MOST = 20_000
 """The most steps that a search for the holders of a program's constants follows."""
 
+_MOST_BYTES = 2**20
+"""Up to how many bytes an array of NumPy may have whose bytes are compared before every call."""
+
 _NOT_THERE = (AttributeError, LookupError, TypeError, ValueError)
 _GONE = object()
 
@@ -46,7 +49,8 @@ class Outside:
     """The arrays outside of a function that its compiled programs have as constants, and who holds them.
 
     Closures, globals that code names, defaults, `functools.partial` and `self` hold them, and in these modules, variables,
-    containers, and attributes that code names. Before every call it is asked whether they still hold the same objects.
+    containers, and attributes that code names. Before every call it is asked whether they still hold the same objects, and
+    whether arrays of NumPy up to `_MOST_BYTES` still have the same bytes.
 
     Args:
       fun: the user's function.
@@ -57,6 +61,7 @@ class Outside:
         self._constants: dict[int, Any] = {}
         self._held: tuple[Held, ...] = ()
         self._from: dict[int, list[Held]] = {}  # by their holder
+        self._bytes: dict[int, tuple[np.ndarray, bytes]] = {}
 
     def note(self, constants: Iterable[Any]) -> None:
         """Remembers the constants of a program that was traced just now, and searches for who holds them."""
@@ -65,16 +70,21 @@ class Outside:
         self._from = {}
         for held in self._held:
             self._from.setdefault(id(held.holder), []).append(held)
+        small = [x for *_, x, _ in self._held if isinstance(x, np.ndarray) and x.nbytes <= _MOST_BYTES]
+        known = {key: kept for key, kept in self._bytes.items() if any(kept[0] is x for x in small)}
+        self._bytes = {id(x): (x, x.tobytes()) for x in small} | known
 
     def changed(self) -> list[str]:
-        """Names of values that have changed; nearly always none, at the price of comparing identities."""
+        """Names of values that have changed; nearly always none, at the price of comparing identities, and small arrays."""
+        in_place = {key for key, (x, kept) in self._bytes.items() if x.tobytes() != kept}
         try:
             if all(get(holder, key) is value for get, holder, key, value, _ in self._held):
-                return []
+                return list(dict.fromkeys(held.name for held in self._held if id(held.value) in in_place))
         except _NOT_THERE:
             pass
         renewed: dict[Any, Any] = {}
         found = [name for held in self._held for name in self._differing(held, held.holder, renewed)]
+        found += [held.name for held in self._held if id(held.value) in in_place]
         if not found:  # other objects with the same values in them
             self._constants = {id(x): x for x in (renewed.get(key, x) for key, x in self._constants.items())}
             self.note(())
