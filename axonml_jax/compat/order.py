@@ -223,7 +223,7 @@ def under_mesh(mesh: AbstractMesh) -> Iterator[None]:
 _OWN = os.path.dirname(os.path.abspath(__file__))
 _LIBRARIES = (
     *(os.path.dirname(str(module.__file__)) + os.sep for module in (jax, flax)),
-    *(os.path.join(os.path.dirname(_OWN), name) + os.sep for name in (os.path.basename(_OWN), "meaning")),
+    *(os.path.join(os.path.dirname(_OWN), name) + os.sep for name in (os.path.basename(_OWN), "meaning", "model")),
 )
 _REFUSALS = re.compile(
     "is not found in mesh|can only refer to Auto axes|contains a manual axes|are of type Auto or Manual"
@@ -246,7 +246,7 @@ def axis_not_found(error: BaseException) -> str | None:
 
 
 def callers_line(error: BaseException) -> str:
-    """The user's line in an error's traceback: the innermost outside of JAX, Flax and the tracing of losses here."""
+    """The user's line in an error's traceback: the innermost outside of JAX, Flax, and what binds and traces models here."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_LIBRARIES)]
     return f"{frames[-1].filename}:{frames[-1].lineno} (in {frames[-1].name})"
 
