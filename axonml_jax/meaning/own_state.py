@@ -19,7 +19,7 @@ from axonml_jax.meaning.model_call import Path, Unclear, place_of
 from axonml_jax.meaning.numbers import MIXED, UNKNOWN, Numbers
 from axonml_jax.meaning.places import Group, Split
 from axonml_jax.meaning.plain_mean import Known, NotProven
-from axonml_jax.program.program import Equation, Program, all_but_named, aval_of, read_program
+from axonml_jax.program.program import Equation, Program, all_but_named, aval_of, read_program, rule_of
 from axonml_jax.program.values import SAME, differing
 
 
@@ -51,8 +51,8 @@ def warn_of_state(asked: Asked, traced: Callable[[Sequence[int]], Traced], *, in
             "the model's own state depends on the batch's rows and is no mean over them, but a step joins it over ranks as one "
             f"(floats), or takes the first rank's (others): {', '.join(named)}. Declare in the class of its module how ranks "
             f"join it, by 'sum', 'max', 'min', 'mean' or 'first', such as state_joins = {{{_last(named[0])!r}: 'sum'}} for "
-            "what is added up, compute it from the batch and return it as a metric, or say by batch_stats='local' that a "
-            "rank's own is meant"
+            "what is added up; keep a mean over rows in the place of a sum that decays; return it as a metric; or say by "
+            "batch_stats='local' that a rank's own is meant"
         )
 
 
@@ -125,7 +125,8 @@ class _Pair(Numbers):
     def _equation(self, equation: Equation, own: Equation, given: list[Known]) -> list[Known]:
         scaled = any(known.literal for known in given)
         rows = any(isinstance(place, Split) for known in given for place in known.places)
-        if any(known is UNKNOWN for known in given) or (scaled and rows):
+        talks = not set(self._group.axes).isdisjoint(equation.op.mesh_axes) and not rule_of(equation.name).casts
+        if talks or (scaled and rows) or any(known is UNKNOWN for known in given):
             return [UNKNOWN] * len(equation.outputs)
         alike = any(known.places == (None,) for known in given)
         if alike and equation.name in ("add", "add_any", "sub") and any(map(self._is_no_mean, given)):
