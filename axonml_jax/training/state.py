@@ -100,9 +100,9 @@ def each_ranks_specs(placement: Placement) -> PyTree:
     if shared:
         more = ", ..." if len(shared) > 8 else ""
         raise ValueError(
-            "each rank's own values are stacked along the batch axes, but the mesh axes "
-            f"({', '.join(sorted(both))}) that split the batch also split these parameters between layers' ranks, so that "
-            f"several ranks share one: {', '.join(shared[:8])}{more}. Accumulate inside the step (accumulate=) instead"
+            "each rank's own values are stacked along the batch axes, but layers split these parameters along "
+            f"{', '.join(sorted(both))} as well as the batch, so that several ranks share one: {', '.join(shared[:8])}{more}. "
+            "Accumulate inside the step (accumulate=) instead"
         )
 
     def spec(layout: Layout) -> PartitionSpec:
