@@ -12,6 +12,7 @@ from meshes import mesh_of
 from plan_models import linear, regression
 
 import axonml_jax as ax
+from axonml_jax.training.outside import Outside
 
 BATCH = regression(8)
 
@@ -361,6 +362,16 @@ def test_a_step_that_reads_nothing_outside_asks_for_nothing():
     trainer = nnx_model().trainer(optax.sgd(0.1), lambda model, batch: model(batch["x"]).mean())
     trainer.step(BATCH)
     assert trainer.train_step._compiled._outside is None
+
+
+def test_of_numpys_arrays_the_smallest_are_compared_up_to_a_mebibyte_together():
+    held = {"small": np.zeros(8), "half": np.zeros(2**16), "second half": np.zeros(2**16), "large": np.zeros(2**18)}
+    outside = Outside(lambda: held)
+    outside.note(held.values())
+    for x in held.values():
+        x[-1] = 1.0
+    outside.note(())  # another program was traced
+    assert [name.split(" (")[0] for name in outside.changed()] == ["held['small']", "held['half']"]
 
 
 def test_an_array_that_is_read_by_one_name_may_change_under_another():

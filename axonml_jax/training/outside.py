@@ -25,7 +25,7 @@ _MOST = 20_000
 """The most steps that a search for the holders of a program's constants follows."""
 
 _MOST_BYTES = 2**20
-"""Up to how many bytes an array of NumPy may have whose bytes are compared before every call."""
+"""How many bytes of NumPy's arrays, the smallest first, are compared before every call."""
 
 _NOT_THERE = (AttributeError, LookupError, TypeError, ValueError)
 _GONE = object()
@@ -50,7 +50,7 @@ class Outside:
 
     Closures, globals that code names, defaults, `functools.partial` and `self` hold them, and in these modules, variables,
     containers, and attributes that code names. Before every call it is asked whether they still hold the same objects, and
-    whether arrays of NumPy up to `_MOST_BYTES` still have the same bytes.
+    whether arrays of NumPy, up to `_MOST_BYTES` together, still have the same bytes.
 
     Args:
       fun: the user's function.
@@ -70,9 +70,13 @@ class Outside:
         self._from = {}
         for held in self._held:
             self._from.setdefault(id(held.holder), []).append(held)
-        small = [x for *_, x, _ in self._held if isinstance(x, np.ndarray) and x.nbytes <= _MOST_BYTES]
-        known = {key: kept for key, kept in self._bytes.items() if any(kept[0] is x for x in small)}
-        self._bytes = {id(x): (x, x.tobytes()) for x in small} | known
+        before, self._bytes, room = self._bytes, {}, _MOST_BYTES
+        for x in sorted((x for *_, x, _ in self._held if isinstance(x, np.ndarray)), key=lambda x: x.nbytes):
+            if id(x) in self._bytes or x.nbytes > room:
+                continue
+            room -= x.nbytes
+            array, kept = before.get(id(x), (None, b""))
+            self._bytes[id(x)] = (x, kept if array is x else x.tobytes())
 
     def changed(self) -> list[str]:
         """Names of values that have changed; nearly always none, at the price of comparing identities, and small arrays."""
