@@ -92,9 +92,10 @@ def minimum_traffic(placement: Placement) -> Fraction:
     if placement.stages is None:
         return sum(amounts, Fraction(0))
     # The rank with the most.
-    stages, ranks = placement.stages.stages, placement.stages.num_ranks
-    each = (sum((a for a, p in zip(amounts, stages, strict=True) if p % ranks == r), Fraction(0)) for r in range(ranks))
-    return max(each)
+    stages, ranks = placement.stages.assignment.stages, placement.stages.num_ranks
+    own = lambda amount, stage, rank: amount / ranks if stage is None else amount * (stage % ranks == rank)
+    each = ([own(a, p, rank) for a, p in zip(amounts, stages, strict=True)] for rank in range(ranks))
+    return max(sum(amounts, Fraction(0)) for amounts in each)
 
 
 def _of_leaf(placement: Placement, layout: Layout, trained: bool) -> Fraction:

@@ -552,7 +552,8 @@ class Pipeline(ParallelModel):
       num_microbatches: into how many parts the rows of a batch shard are cut.
       schedule: an `ax.PipelineSchedule` or its name.
       chunks: stages per device; None: 2 for the interleaved schedule, else 1; given modules, as many as they make.
-      split: module paths at which the second and later stages begin; None: by balanced cost.
+      split: module paths at which the second and later stages begin; the path of a module whose parameters are stacked along
+        dim 0 for one loop (`nnx.scan`, `nn.scan`): every stage runs as many of its rows; None: by balanced cost.
       gather: with `fsdp`, "step" gathers a device's stages once per step, "chunk" when a device turns to another of its
         stages, "tick" whenever one is used.
       params: a Linen module's variables; of Linen modules given one by one a list of them.
@@ -573,7 +574,7 @@ class Pipeline(ParallelModel):
         num_microbatches: int = 8,
         schedule: "PipelineSchedule | str" = "1f1b",
         chunks: int | None = None,
-        split: Sequence[str] | None = None,
+        split: str | Sequence[str] | None = None,
         gather: Literal["step", "chunk", "tick"] = "step",
         params: PyTree | None = None,
         precision: Precision | str | None = None,
@@ -602,7 +603,7 @@ class Pipeline(ParallelModel):
             schedule=schedule,  # pyright: ignore[reportArgumentType]  # Pipelined checks and converts names
             num_microbatches=num_microbatches,
             chunks=(2 if interleaved else 1) if chunks is None else chunks,
-            split=None if split is None else tuple(split),
+            split=split if split is None or isinstance(split, str) else tuple(split),
             gather=gather,
         )
         plan = Plan(
@@ -673,10 +674,10 @@ class Pipeline(ParallelModel):
 
     @property
     def stage_of(self) -> dict[str, int]:
-        """The stage of every parameter, by its path."""
+        """The stage of every parameter, by its path; of a stack every row's, with its number behind the stack's path."""
         staging = self._placement.stages
         assert staging is not None
-        return dict(zip(staging.names, staging.stages, strict=True))
+        return {weight.name: weight.stage for weight in staging.weights}
 
 
 def _pipe_mesh(given: Any) -> Mesh:

@@ -252,11 +252,13 @@ def _of_stages(placement: Placement, moments: int) -> FSDPMemoryStats:
     grads = sum(size * jnp.dtype(accumulate(group.dtype)).itemsize for group, size in buffers[0])
     read = [each.read_bytes for each in placed]
     sums = [each.sum_bytes * each.weight.trained for each in placed]
-    ranks, whole = [stage % stages.num_ranks for stage in stages.stages], 0
+    homes, count, whole = stages.assignment.stages, stages.num_stages, 0
+    ranks = [None if stage is None else stage % stages.num_ranks for stage in homes]
     if stages.policy.in_ticks:
-        whole = whole_of_stages(_most(read, stages.stages), _most(sums, stages.stages))
+        whole = whole_of_stages(_most(read, homes, count), _most(sums, homes, count))
     elif plan.precision.compute is not None or any(each.sharded for each in placed):
-        whole, grads = _most(read, ranks), max(grads, _most(sums, ranks))
+        whole = _most(read, ranks, stages.num_ranks)
+        grads = max(grads, _most(sums, ranks, stages.num_ranks))
     return FSDPMemoryStats(
         param_bytes=params + frozen,
         grad_bytes=grads,
@@ -267,12 +269,13 @@ def _of_stages(placement: Placement, moments: int) -> FSDPMemoryStats:
     )
 
 
-def _most(sizes: Sequence[int], places: Sequence[int]) -> int:
-    """The largest sum of sizes at one place."""
-    totals: dict[int, int] = {}
+def _most(sizes: Sequence[int], places: Sequence[int | None], count: int) -> int:
+    """The largest sum of sizes at one of so many places; None: all places have as much of it."""
+    totals = [0] * count
     for size, where in zip(sizes, places, strict=True):
-        totals[where] = totals.get(where, 0) + size
-    return max(totals.values(), default=0)
+        for place in range(count) if where is None else (where,):
+            totals[place] += size // count if where is None else size
+    return max(totals)
 
 
 def measure(mesh: Mesh, trainer: Any) -> MemoryStats:

@@ -826,8 +826,23 @@ def bind_plan(
     strategies = plan.on(degrees)
     require_types(plan.check_vma)
 
+    assigned = None if plan.pipe is None else _assigned(plan, degrees, variables, assign)
+
     def layout(name: str, like: jax.ShapeDtypeStruct) -> Layout:
-        leaf, said = Layout.replicated(like, stacks.get(name, 0)), in_layers.get(name, PartitionSpec())
+        said, depth = in_layers.get(name, PartitionSpec()), stacks.get(name, 0)
+        if assigned is None or assigned.stack is None or not assigned.stack.holds(name, like.shape):
+            return of_array(name, like, said, depth)
+        if any(said[:1]):
+            raise ValueError(
+                f"{name} {list(like.shape)} is split along dim 0 as {said}, and a pipeline divides the rows of "
+                f"{assigned.stack.path!r} over its stages: split other dims"
+            )
+        row, rest = jax.ShapeDtypeStruct(like.shape[1:], like.dtype), PartitionSpec(*tuple(said)[1:])
+        one = of_array(name, row, rest, max(depth - 1, 0)) if row.shape else Layout.replicated(row)
+        return one.stacked(STAGES, degrees[STAGES], like.shape[0] // degrees[STAGES])
+
+    def of_array(name: str, like: jax.ShapeDtypeStruct, said: PartitionSpec, depth: int) -> Layout:
+        leaf = Layout.replicated(like, depth)
         for dim, entry in enumerate(said if plan.partition is None else _only(said, PARTITIONED)):
             for axis in as_axes(entry or ()):
                 leaf = leaf.on(axis, dim, degrees[axis]) if degrees[axis] > 1 else leaf
@@ -846,8 +861,11 @@ def bind_plan(
         placement = left_to_partitioner(placement, automatic)
     if plan.pipe is None:
         return placement
-    shapes = named_leaves(variables.params) | named_leaves(variables.frozen)
-    return replace(placement, stages=_staged(placement, shapes, assign))
+    from axonml_jax.pipeline.pack import Staging
+
+    assert assigned is not None
+    staging = Staging.of(plan.pipe, assigned, placement.params, placement.frozen, degrees)
+    return replace(placement, stages=staging)
 
 
 def _check_degrees(plan: Plan, devices: int, degrees: Mapping[str, int]) -> None:
@@ -865,13 +883,14 @@ def _automatic(plan: Plan, degrees: Mapping[str, int]) -> frozenset[str]:
     return frozenset(axis for axis in axes if degrees[axis] > 1) if plan.pipe or plan.rounds else axes
 
 
-def _staged(placement: Placement, shapes: Mapping[str, Any], assign: Callable | None) -> "Staging":
-    from axonml_jax.pipeline.pack import Staging
+def _assigned(plan: Plan, degrees: Mapping[str, int], variables: Variables, assign: Callable | None) -> "Assignment":
+    """The stage of every parameter of a model, before any is laid out."""
     from axonml_jax.pipeline.pack import assign as by_names
 
-    plan, degrees = placement.plan, placement.degrees
     assert plan.pipe is not None
     plan.pipe.timetable(degrees[STAGES], plan.microbatches)  # refuses what the schedule does not take
-    count = plan.pipe.num_stages(degrees[STAGES])
-    found = by_names(shapes, count, split=plan.pipe.split) if assign is None else assign(shapes, count)
-    return Staging.of(plan.pipe, found, placement.params, placement.frozen, degrees)
+    shapes, count = (
+        named_leaves(variables.params) | named_leaves(variables.frozen),
+        plan.pipe.num_stages(degrees[STAGES]),
+    )
+    return by_names(shapes, count, split=plan.pipe.split) if assign is None else assign(shapes, count)

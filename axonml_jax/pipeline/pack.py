@@ -50,40 +50,74 @@ Order = Mapping[str, tuple]
 """A sort key of every parameter's path: its place in the model."""
 
 
+class Stack(NamedTuple):
+    """Repeated blocks whose parameters are stacked along dim 0, and which run in one loop (`nnx.scan`, `nn.scan`).
+
+    Attributes:
+      path: that of the module with the stacked parameters.
+      rows: how many blocks.
+    """
+
+    path: str
+    rows: int
+
+    def holds(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether an array of the model, by its path, is stacked from the blocks' own."""
+        return name.startswith(f"{self.path}/") and shape[:1] == (self.rows,)
+
+    def row_name(self, name: str, row: int) -> str:
+        """The path of one block's part of a stacked array.
+
+        >>> Stack("layers", 4).row_name("layers/up/kernel", 2)
+        'layers/2/up/kernel'
+        """
+        return f"{self.path}/{row}/{name.removeprefix(self.path + '/')}"
+
+
 @dataclass(frozen=True)
 class Assignment:
     """The stage of every parameter, and where stages begin.
 
     Attributes:
-      stages: the stage of every parameter, in tree order.
+      stages: the stage of every parameter, in tree order; None: it is a stack, whose rows are divided evenly over all stages.
       begins: for every stage but the first the parameters (positions in tree order) whose first use begins it; None: marks
-        in the program say where (see `mark`).
+        in the program say where (see `mark`), or the rows of a stack do.
+      stack: the blocks that are divided row by row; None: there are none.
     """
 
-    stages: tuple[int, ...]
+    stages: tuple[int | None, ...]
     begins: tuple[tuple[int, ...], ...] | None
+    stack: Stack | None = None
 
 
 def assign(
-    shapes: Mapping[str, Any], num_stages: int, *, split: Sequence[str] | None = None, order: Order | None = None
+    shapes: Mapping[str, Any], num_stages: int, *, split: str | Sequence[str] | None = None, order: Order | None = None
 ) -> Assignment:
     """Assign a model's parameters to stages.
 
     Args:
       shapes: anything with a shape for every parameter, by path, in tree order.
       num_stages: how many.
-      split: module paths at which the second and later stages begin; None: between repeated blocks, by balanced cost.
+      split: module paths at which the second and later stages begin; the path of a module whose parameters are stacked along
+        dim 0, as `nnx.scan` and `nn.scan` take them: every stage has as many of its rows; None: between repeated blocks, by
+        balanced cost, or between the rows of the largest stack.
       order: the places of parameters in the model; None: known by their names.
 
     Raises:
-      ValueError: when there are more stages than blocks, or a path names nothing.
+      ValueError: when there are more stages than blocks, a path names nothing, or a stack does not divide.
 
     >>> import numpy as np
     >>> shapes = {name: np.ones((4, 4)) for name in ("embed/w", "blocks/0/w", "blocks/1/w", "head/w")}
     >>> assign(shapes, 2).stages
     (0, 0, 1, 1)
+    >>> shapes = {"embed/w": np.ones((9, 4)), "layers/w": np.ones((6, 4, 4)), "head/w": np.ones((4, 9))}
+    >>> assign(shapes, 2)
+    Assignment(stages=(0, None, 1), begins=None, stack=Stack(path='layers', rows=6))
     """
     names = list(shapes)
+    if (stack := _stack_of(shapes, num_stages, split)) is not None:
+        return _by_rows(shapes, stack, num_stages, order)
+    assert not isinstance(split, str)
     order = order or {name: _by_name(name) for name in names}
     if split is None:
         split = _between_blocks(shapes, num_stages, order)
@@ -142,8 +176,9 @@ def _between_blocks(shapes: Mapping[str, Any], num_stages: int, order: Order) ->
         what = f"{len(blocks)} repeated blocks ({_listed(blocks)})" if blocks else "no repeated blocks"
         raise ValueError(
             f"the model has {what} to divide over {num_stages} stages: use fewer stages (a smaller `pipe` degree, fewer "
-            "chunks), or say where stages begin with split=('path/of/module', ...) or Pipeline.from_modules([...]). Blocks "
-            "whose parameters are stacked under one scan count as one module; write them as a list of modules"
+            "chunks), or say where stages begin with split=('path/of/module', ...) or Pipeline.from_modules([...]). Of blocks "
+            "whose parameters are stacked along dim 0 for one scan, every stage takes as many: their number must be a "
+            f"multiple of {num_stages}{_stacks_in_words(shapes)}"
         )
     costs = [_cost(shapes, [names[i] for i in found[path]]) for path in blocks]
     first, last = (min(order[names[i]] for i in found[path]) for path in (blocks[0], blocks[-1]))
@@ -151,6 +186,79 @@ def _between_blocks(shapes: Mapping[str, Any], num_stages: int, order: Order) ->
     costs[0] += _cost(shapes, [name for name in loose if order[name] < first and not _LOOKED_UP.search(name)])
     costs[-1] += _cost(shapes, [name for name in loose if order[name] > last])
     return [blocks[i] for i in balanced(costs, num_stages)]
+
+
+def _stack_of(shapes: Mapping[str, Any], num_stages: int, split: str | Sequence[str] | None) -> Stack | None:
+    """The stack whose rows are divided over the stages; None: stages begin at modules."""
+    if isinstance(split, str):
+        return _stack_at(shapes, split, num_stages)
+    if split is not None or num_stages == 1:
+        return None
+    for stack in _stacks(shapes):
+        blocks = [path for path in units(list(shapes), None, {}) if not path.startswith(stack.path + "/")]
+        if stack.rows % num_stages == 0 and len(blocks) < num_stages:
+            return stack
+    return None
+
+
+def _stacks(shapes: Mapping[str, Any]) -> list[Stack]:
+    """The modules whose parameters look like stacks of blocks, those with the most elements first.
+
+    All of a stack's parameters have one size of dim 0, and some are matrices besides. A list of modules, which are numbered,
+    may look so too, and is none.
+    """
+    within: dict[str, list[str]] = {}
+    for name in shapes:
+        parts = name.split("/")
+        for end in range(1, len(parts)):
+            within.setdefault("/".join(parts[:end]), []).append(name)
+    numbered = units(list(shapes), None, {})
+    found: dict[str, int] = {}
+    for path, names in within.items():
+        sizes = {tuple(shapes[name].shape[:1]) for name in names}
+        dims = max(len(shapes[name].shape) for name in names)
+        listed = sum(len(leaves) for block, leaves in numbered.items() if block.rpartition("/")[0] == path)
+        is_list = listed == len(names) and not path.rpartition("/")[2].startswith("Scan")
+        inside = any(path.startswith(other + "/") for other in found)
+        if len(sizes) == 1 and dims > 2 and not is_list and not inside:
+            found[path] = sum(math.prod(shapes[name].shape) for name in names)
+    ordered = sorted(found, key=lambda path: -found[path])
+    return [Stack(path, shapes[within[path][0]].shape[0]) for path in ordered]
+
+
+def _stack_at(shapes: Mapping[str, Any], path: str, num_stages: int) -> Stack:
+    names = [name for name in shapes if name.startswith(path + "/")]
+    if not names:
+        raise ValueError(f"split={path!r} names no module with parameters; the parameters are {_listed(list(shapes))}")
+    sizes = {name: tuple(shapes[name].shape) for name in names}
+    if len({shape[:1] for shape in sizes.values()}) > 1 or () in sizes.values():
+        raise ValueError(
+            f"split={path!r} must be a module whose parameters are all stacked along dim 0, or a sequence of the modules at "
+            f"which stages begin; its parameters are {_listed([f'{name} {list(shape)}' for name, shape in sizes.items()])}"
+        )
+    stack = Stack(path, sizes[names[0]][0])
+    if stack.rows % num_stages:
+        raise ValueError(f"{_rows_in_words(stack)} do not divide into {num_stages} stages: each takes as many")
+    return stack
+
+
+def _stacks_in_words(shapes: Mapping[str, Any]) -> str:
+    found = _stacks(shapes)
+    return f" ({_listed([_rows_in_words(stack) for stack in found])})" if found else ""
+
+
+def _rows_in_words(stack: Stack) -> str:
+    return f"the {stack.rows} rows of the parameters of {stack.path!r}"
+
+
+def _by_rows(shapes: Mapping[str, Any], stack: Stack, num_stages: int, order: Order | None) -> Assignment:
+    """Divides the rows of a stack evenly; what comes before it is on the first stage, and all else on the last."""
+    names = list(shapes)
+    stacked = [name for name in names if name.startswith(stack.path + "/")]
+    first = None if order is None else min(order[name] for name in stacked)
+    before = lambda name: bool(_LOOKED_UP.search(name)) if order is None or first is None else order[name] < first
+    stage = lambda name: None if name in stacked else 0 if before(name) else num_stages - 1
+    return Assignment(tuple(map(stage, names)), None, stack)
 
 
 def _cost(shapes: Mapping[str, Any], names: Sequence[str]) -> float:
@@ -387,16 +495,27 @@ class Spread:
     moves: list[Move] = field(default_factory=list)
 
     @staticmethod
-    def of(layout: Layout, rank: int, degrees: Mapping[str, int]) -> "Spread":
-        """The moves of a leaf that rests in a layout on one rank of the pipeline; `degrees` are the sizes of all mesh axes."""
+    def of(layout: Layout, rank: int | None, degrees: Mapping[str, int], chunks: int = 1) -> "Spread":
+        """The moves of a leaf that rests in a layout.
+
+        Args:
+          layout: the leaf's.
+          rank: the rank of the pipeline that has it; None: every rank has the rows of its stages (see `StageStore`).
+          degrees: the sizes of all mesh axes.
+          chunks: stages per rank.
+        """
         dims = range(len(layout.stored))
         spread = Spread(list(layout.shard), [layout.axes_of(dim) for dim in dims])
+        if rank is None and chunks > 1:
+            whole = [dim for dim in dims if layout.stored[dim] == layout.shape[dim]]
+            spread._order_rows(chunks, degrees[AXIS], whole)
         for dim, size in enumerate(layout.shape or (1,) * len(dims)):
             if layout.stored[dim] != size:
                 spread._cut_padding(dim, size, layout.parts[dim])
         if not layout.shape and dims:
             spread._append(lambda x: x[0], [], [])
-        spread._over_pipeline(rank, degrees[AXIS])
+        if rank is not None:
+            spread._over_pipeline(rank, degrees[AXIS])
         for axis, size in degrees.items():
             if axis != AXIS and not any(axis in axes for axes in spread.axes):
                 spread._own_slice(axis, size)
@@ -428,6 +547,18 @@ class Spread:
             return
         shape[other], axes[other] = shape[other] // count, (*axes[other], *over)
         self._append(lambda x: cut(exchange_along(x, over, other, dim)), shape, axes)
+
+    def _order_rows(self, chunks: int, count: int, whole: Sequence[int]) -> None:
+        """Puts rows that lie rank by rank into the model's order; their ranks split another dim then, or none."""
+        shape, axes = list(self.shape), list(self.axes)
+        shape[0], axes[0] = shape[0] * count, ()
+        ordered = lambda x: _regrouped(x, count, chunks)
+        other = next((d for d in whole if d and self.shape[d] and self.shape[d] % count == 0), None)
+        if other is None:
+            self._append(lambda x: ordered(gather_along(x, (AXIS,), 0)), shape, axes)
+            return
+        shape[other], axes[other] = shape[other] // count, (*axes[other], AXIS)
+        self._append(lambda x: ordered(exchange_along(x, (AXIS,), other, 0)), shape, axes)
 
     def _over_pipeline(self, rank: int, count: int) -> None:
         """Gives every rank of the pipeline a part of what one of them has, bit for bit; all of it if no dim divides."""
@@ -476,6 +607,7 @@ class BufferGroup(NamedTuple):
       frozen: whether they are parameters without a gradient.
       parts: the ranks among which a dim of each is split by XLA's partitioner, the buffer's dim before the last; (): it is not.
       number: tells buffers apart whose arrays have the rest in common.
+      rows: whether they are rows of stacks, of which all ranks have as many, at the same places.
     """
 
     dtype: str
@@ -483,6 +615,7 @@ class BufferGroup(NamedTuple):
     frozen: bool = False
     parts: PartRanks | tuple[()] = ()
     number: int = 0
+    rows: bool = False
 
     def shape(self, size: int) -> tuple[int, ...]:
         """The shape of a buffer of `size` elements (per part)."""
@@ -717,6 +850,7 @@ class Stored:
       frozen: whether it has no gradient.
       shared: a name that the same leaf has in other stages too (a tied embedding); None: it is in one stage alone.
       number: the number of its buffer's group.
+      rows: whether it is made of rows of a stack.
     """
 
     shape: tuple[int, ...]
@@ -725,12 +859,14 @@ class Stored:
     frozen: bool = False
     shared: str | None = None
     number: int = 0
+    rows: bool = False
 
     @property
     def group(self) -> BufferGroup:
         """The group of the buffer in which it lies."""
         data, _ = data_of(self.dtype, self.shape)
-        return BufferGroup(jnp.dtype(data.dtype).name, tuple(sorted(self.axes)), self.frozen, number=self.number)
+        name, axes = jnp.dtype(data.dtype).name, tuple(sorted(self.axes))
+        return BufferGroup(name, axes, self.frozen, number=self.number, rows=self.rows)
 
 
 @dataclass(frozen=True)
@@ -897,8 +1033,8 @@ class StageStore:
     """The buffers in which the leaves of a tree rest on the ranks of a pipeline.
 
     Attributes:
-      layouts: the layout of every leaf, in tree order, along the other axes than the pipeline's.
-      stages: the stages of every leaf.
+      layouts: the layout of every leaf, in tree order: along the other axes than the pipeline's, and of a stack along that too.
+      stages: the stage of every leaf; None: it is a stack, and every rank has the rows of its stages, one after the other.
       num_stages, num_ranks: S*V and S.
       degrees: size of every mesh axis.
       frozen: whether the leaves have no gradient.
@@ -906,7 +1042,7 @@ class StageStore:
     """
 
     layouts: tuple[Layout, ...]
-    stages: tuple[int, ...]
+    stages: tuple[int | None, ...]
     num_stages: int
     num_ranks: int
     degrees: Mapping[str, int]
@@ -928,24 +1064,42 @@ class StageStore:
     def stored(self, leaf: int) -> Stored:
         """A leaf as one rank holds it."""
         layout = self.layouts[leaf]
-        number = self.numbers[leaf] if self.numbers else 0
-        return Stored(layout.shard, layout.dtype, layout.axes, self.frozen, number=number)
+        number, rows = self.numbers[leaf] if self.numbers else 0, self.stages[leaf] is None
+        axes = tuple(axis for axis in layout.axes if axis != AXIS)
+        return Stored(layout.shard, layout.dtype, axes, self.frozen, number=number, rows=rows)
 
     @cached_property
     def leaves_of_stages(self) -> list[list[int]]:
-        """The leaves that live on each stage."""
+        """The leaves that live on each stage; a stack's part counts to the first stage of every rank."""
         found: list[list[int]] = [[] for _ in range(self.num_stages)]
         for i, stage in enumerate(self.stages):
-            found[stage] += [i]
+            for each in range(self.num_ranks) if stage is None else (stage,):
+                found[each] += [i]
         return found
 
     def leaves_of_rank(self, rank: int) -> list[int]:
         """The leaves that live on a rank."""
-        return [i for i, p in enumerate(self.stages) if p % self.num_ranks == rank]
+        return [i for i in range(len(self.stages)) if self.rank_of(i) in (None, rank)]
 
-    def rank_of(self, leaf: int) -> int:
-        """The rank of a leaf."""
-        return self.stages[leaf] % self.num_ranks
+    def rank_of(self, leaf: int) -> int | None:
+        """The rank of a leaf; None: it is a stack, of which every rank has a part."""
+        stage = self.stages[leaf]
+        return None if stage is None else stage % self.num_ranks
+
+    # The rows of a stack, [L, ...]: in the model's order, or rank by rank, each rank's in the order of its stages
+
+    @property
+    def chunks(self) -> int:
+        """Stages per rank."""
+        return self.num_stages // self.num_ranks
+
+    def by_rank(self, whole: Any, leaf: int) -> Any:
+        """A whole leaf with the rows of a stack rank by rank."""
+        return whole if self.stages[leaf] is not None else _regrouped(whole, self.chunks, self.num_ranks)
+
+    def in_order(self, whole: Any, leaf: int) -> Any:
+        """The inverse of `by_rank`."""
+        return whole if self.stages[leaf] is not None else _regrouped(whole, self.num_ranks, self.chunks)
 
     # Names, and the whole arrays over all ranks
 
@@ -1010,7 +1164,7 @@ class StageStore:
         return {}
 
     def _spreading(self, mesh: Mesh) -> Any:
-        ways = [Spread.of(layout, self.rank_of(i), self.degrees) for i, layout in enumerate(self.layouts)]
+        ways = [Spread.of(layout, self.rank_of(i), self.degrees, self.chunks) for i, layout in enumerate(self.layouts)]
 
         def local(named: Named) -> list[jax.Array]:
             buffers = self.grouped(named)
@@ -1024,11 +1178,11 @@ class StageStore:
     def _fill(self, parts: Mapping[int, np.ndarray], leaf: int, whole: Any) -> None:
         """Writes a leaf into those parts of its group that hold some of it; parts are known by where they start."""
         slot, layout = self.slots[leaf], self.layouts[leaf]
-        stored = np.asarray(to_stored(np.asarray(whole), layout))
+        stored = np.asarray(to_stored(self.by_rank(np.asarray(whole), leaf), layout))
         for start, part in parts.items():
             rank, *where = np.unravel_index(start // len(part) if len(part) else 0, self._grid(slot.group))
-            if rank == self.rank_of(leaf):
-                along = dict(zip(slot.group.axes, map(int, where), strict=True))
+            if self.rank_of(leaf) in (None, rank):
+                along = dict(zip(slot.group.axes, map(int, where), strict=True)) | {AXIS: int(rank)}
                 part[slot.offset : slot.offset + slot.size] = _shard(stored, layout, along, self.degrees).reshape(-1)
 
     def _grid(self, group: BufferGroup) -> tuple[int, ...]:
@@ -1053,7 +1207,15 @@ def group_name(group: BufferGroup) -> str:
     ('float32', 'float32 over fsdp')
     """
     over = f" over {' '.join(group.axes)}" if group.axes else ""
-    return group.dtype + over + (f" ({group.number})" if group.number else "")
+    return group.dtype + " in rows" * group.rows + over + (f" ({group.number})" if group.number else "")
+
+
+def _regrouped(x: Any, outer: int, inner: int) -> Any:
+    """An array [outer * inner * n, ...] with its blocks of n rows in the order of [inner, outer]."""
+    if 1 in (outer, inner):
+        return x
+    blocks = x.reshape(outer, inner, -1, *x.shape[1:])
+    return blocks.swapaxes(0, 1).reshape(x.shape)
 
 
 def _start(index: Any) -> int:
@@ -1084,20 +1246,40 @@ def on_own_rank(index: Any, num_ranks: int, run: Callable[[int], PyTree]) -> PyT
 # --------------------------------------------------------------------------------------------------
 
 
+class Weight(NamedTuple):
+    """What a stage reads as one: a parameter, or one row of a stack of them.
+
+    Attributes:
+      name: its path; a row's has the row's number behind the stack's path.
+      leaf: the parameter's position, trained ones first.
+      row: the row's number; None: it is the whole parameter.
+      stage: where it lives.
+      layout: how it is split over the other axes than the pipeline's.
+      frozen: whether it has no gradient.
+    """
+
+    name: str
+    leaf: int
+    row: int | None
+    stage: int
+    layout: Layout
+    frozen: bool
+
+
 @dataclass(frozen=True)
 class Staging:
     """The stages of one model's parameters, and the buffers in which they rest.
 
     Attributes:
       policy: the schedule and its options.
-      begins: see `Assignment`.
+      assignment: the stages of all parameters, trained ones first.
       params, frozen: how trained and frozen parameters rest.
       names: the names of all parameters, trained ones first.
       treedefs: the structures of both trees.
     """
 
     policy: Pipelined
-    begins: tuple[tuple[int, ...], ...] | None
+    assignment: Assignment
     params: StageStore
     frozen: StageStore
     names: tuple[str, ...]
@@ -1124,7 +1306,7 @@ class Staging:
             StageStore(tuple(flat[1][0]), assignment.stages[count:], *sizes, frozen=True),
         )
         names = (*_names(params), *_names(frozen))
-        return cls(policy, assignment.begins, *stores, names, (flat[0][1], flat[1][1]))
+        return cls(policy, assignment, *stores, names, (flat[0][1], flat[1][1]))
 
     @property
     def num_ranks(self) -> int:
@@ -1137,14 +1319,52 @@ class Staging:
         return self.params.num_stages
 
     @property
-    def layouts(self) -> list[Layout]:
-        """The layouts of all parameters, trained ones first."""
-        return [*self.params.layouts, *self.frozen.layouts]
+    def stack(self) -> Stack | None:
+        """The blocks that are divided row by row; None: there are none."""
+        return self.assignment.stack
 
     @property
-    def stages(self) -> tuple[int, ...]:
-        """The stages of all parameters, trained ones first."""
-        return (*self.params.stages, *self.frozen.stages)
+    def rows_per_stage(self) -> int:
+        """How many rows of a stack every stage has; 0: there is none."""
+        return self.stack.rows // self.num_stages if self.stack is not None else 0
+
+    @cached_property
+    def weights(self) -> list[Weight]:
+        """What stages read, parameter by parameter, trained ones first, and of a stack row by row."""
+        found, count = [], len(self.params.layouts)
+        layouts = (*self.params.layouts, *self.frozen.layouts)
+        for leaf, (name, layout, stage) in enumerate(zip(self.names, layouts, self.assignment.stages, strict=True)):
+            if stage is not None:
+                found.append(Weight(name, leaf, None, stage, layout, leaf >= count))
+                continue
+            assert self.stack is not None
+            own = layout.row()
+            for row in range(self.stack.rows):
+                place = row // self.rows_per_stage
+                found.append(Weight(self.stack.row_name(name, row), leaf, row, place, own, leaf >= count))
+        return found
+
+    @cached_property
+    def begins(self) -> Sequence[Sequence[int]] | None:
+        """For every stage but the first the weights (positions) whose first use begins it; None: marks say where."""
+        if self.stack is None:
+            return self.assignment.begins
+        firsts = [stage * self.rows_per_stage for stage in range(1, self.num_stages)]
+        return [[i for i, weight in enumerate(self.weights) if weight.row == first] for first in firsts]
+
+    def slots(self, rank: int) -> dict[int, Slot]:
+        """The slots in which the weights (positions) of a rank rest."""
+        found, count = {}, len(self.params.layouts)
+        for i, (_, leaf, row, stage, layout, frozen) in enumerate(self.weights):
+            if stage % self.num_ranks != rank:
+                continue
+            slot = self.frozen.slots[leaf - count] if frozen else self.params.slots[leaf]
+            if row is not None:
+                place = stage // self.num_ranks * self.rows_per_stage + row % self.rows_per_stage
+                size = math.prod(layout.shard)
+                slot = slot._replace(offset=slot.offset + place * size, shape=layout.shard)
+            found[i] = slot
+        return found
 
     def place_params(self, params: PyTree, mesh: Mesh) -> Named:
         """Packs full trained parameters in this process's memory into the resting arrays."""

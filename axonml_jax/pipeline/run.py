@@ -339,7 +339,7 @@ class Running:
     Attributes:
       placement: how parameters are read and gradients reduced.
       pieces: what the stages do.
-      blocks: the parameters (positions) of every block of the model, by its path.
+      blocks: the weights (positions) of every block of the model, by its path.
     """
 
     placement: "Placement"
@@ -359,15 +359,18 @@ class Running:
 
     @cached_property
     def held(self) -> list[list[int]]:
-        """The parameters of every stage: those that live on it and those that it reads."""
-        own = [{i for i, p in enumerate(self.staging.stages) if p == stage} for stage in range(len(self.pieces))]
+        """The weights (positions) of every stage: those that live on it and those that it reads."""
+        weights = enumerate(self.staging.weights)
+        own: list[set[int]] = [set() for _ in self.pieces]
+        for i, weight in weights:
+            own[weight.stage].add(i)
         return [sorted(leaves.union(piece.weights)) for leaves, piece in zip(own, self.pieces, strict=True)]
 
     @cached_property
     def layout(self) -> StageBuffers:
         """The buffers of the stages' parameters during the step."""
         counts = Counter(i for leaves in self.held for i in leaves)
-        shared = {i: self.staging.names[i] for i, count in counts.items() if count > 1}
+        shared = {i: self.staging.weights[i].name for i, count in counts.items() if count > 1}
         trees = [[self._stored(i, shared.get(i)) for i in leaves] for leaves in self.held]
         return StageBuffers.of(trees, self.staging.num_ranks)
 
@@ -384,7 +387,7 @@ class Running:
         def own(rank: int) -> Buffers:
             values = self._resting_leaves(resting, rank)
             if not self.in_ticks and values:
-                layouts = [self.staging.layouts[i] for i in values]
+                layouts = [self.staging.weights[i].layout for i in values]
                 values = dict(zip(values, self.placement.read(list(values.values()), layouts), strict=True))
             slots = self._slots(rank)
             packing = Packing(tuple(slots[i] for i in values))
@@ -399,10 +402,10 @@ class Running:
         place = {leaf: i for i, leaf in enumerate(self.held[number])}
         blocks = {path: [place[leaf] for leaf in leaves if leaf in place] for path, leaves in self.blocks.items()}
         blocks = {path: leaves for path, leaves in blocks.items() if leaves}
-        stage = Stage(apply, names=[self.staging.names[leaf] for leaf in place], blocks=blocks)
+        stage = Stage(apply, names=[self.staging.weights[leaf].name for leaf in place], blocks=blocks)
         if not self.in_ticks:
             return stage
-        layouts = [self.staging.layouts[i] for i in self.held[number]]
+        layouts = [self.staging.weights[i].layout for i in self.held[number]]
 
         def read(leaves: Sequence[jax.Array]) -> list[jax.Array]:
             return self.placement.read(leaves, layouts)
@@ -418,7 +421,8 @@ class Running:
     def grad_dtype(self, dtype: str) -> Any:
         """Returns the dtype in which the gradients of parameters accumulate that are read in `dtype`."""
         accumulate = self.placement.plan.precision.accumulate_dtype
-        kinds = [layout.dtype for i, layout in enumerate(self.staging.layouts) if self._read_dtype(i) == dtype]
+        weights = enumerate(self.staging.weights)
+        kinds = [weight.layout.dtype for i, weight in weights if self._read_dtype(i) == dtype]
         return jnp.result_type(*(accumulate(kind) for kind in kinds)) if kinds else jnp.dtype(dtype)
 
     def grads_at_rest(self, grads: Buffers) -> Named:
@@ -435,13 +439,14 @@ class Running:
         return store.named(self._over_outermost(own))
 
     def _own_grads(self, grads: Buffers, rank: int) -> Buffers:
-        store, slots = self.staging.params, self._slots(rank)
-        leaves = store.leaves_of_rank(rank)
-        values = Packing(tuple(slots[i] for i in leaves)).unpack(grads)
-        if not self.in_ticks and leaves:
-            layouts = [store.layouts[i] for i in leaves]
+        slots, rests = self._slots(rank), self.staging.slots(rank)
+        own = [i for i in rests if not self.staging.weights[i].frozen]
+        values = Packing(tuple(slots[i] for i in own)).unpack(grads)
+        if not self.in_ticks and own:
+            layouts = [self.staging.weights[i].layout for i in own]
             values = self._over_inner(values, layouts, rank)
-        packed = self._accumulated(store.pack(dict(zip(leaves, values, strict=True))))
+        packing = Packing(tuple(rests[i] for i in own))
+        packed = self._accumulated(packing.pack(values, self.staging.params.buffers.sizes))
         outermost = as_axes(self._outermost or ())
         return {group: vary(buffer, (AXIS, *outermost, *group.axes)) for group, buffer in packed.items()}
 
@@ -486,7 +491,7 @@ class Running:
         resting = {**self.staging.params.buffers.sizes, **self.staging.frozen.buffers.sizes}
         if dict(self.layout.sizes) != resting:
             return False
-        return all(self._slots(rank) == self._resting_slots(rank) for rank in range(self.staging.num_ranks))
+        return all(self._slots(rank) == self.staging.slots(rank) for rank in range(self.staging.num_ranks))
 
     @cached_property
     def _resting_groups(self) -> dict[BufferGroup, BufferGroup] | None:
@@ -497,7 +502,7 @@ class Running:
         sizes, found = self.staging.params.buffers.sizes, {}
         for rank in range(self.staging.num_ranks):
             for leaf, slot in self._slots(rank).items():
-                rests = slot if slot.group.frozen else self._resting_slots(rank).get(leaf)
+                rests = slot if slot.group.frozen else self.staging.slots(rank).get(leaf)
                 if rests is None or slot != rests._replace(group=slot.group):
                     return None
                 if not slot.group.frozen and found.setdefault(slot.group, rests.group) != rests.group:
@@ -512,24 +517,20 @@ class Running:
             found |= zip(self.held[stage], self.layout.packings[stage].slots, strict=True)
         return found
 
-    def _resting_slots(self, rank: int) -> dict[int, Slot]:
-        staging, count = self.staging, len(self.staging.params.layouts)
-        found = {i: staging.params.slots[i] for i in staging.params.leaves_of_rank(rank)}
-        return found | {count + i: staging.frozen.slots[i] for i in staging.frozen.leaves_of_rank(rank)}
-
     def _resting_leaves(self, resting: Buffers, rank: int) -> dict[int, jax.Array]:
-        slots = self._resting_slots(rank)
+        slots = self.staging.slots(rank)
         return dict(zip(slots, Packing(tuple(slots.values())).unpack(resting), strict=True))
 
     def _stored(self, leaf: int, shared: str | None) -> Stored:
-        layout, frozen = self.staging.layouts[leaf], leaf >= len(self.staging.params.layouts)
+        weight = self.staging.weights[leaf]
+        layout, frozen, rows = weight.layout, weight.frozen, weight.row is not None
         if self.in_ticks:
-            return Stored(layout.shard, layout.dtype, layout.axes, frozen, shared)
+            return Stored(layout.shard, layout.dtype, layout.axes, frozen, shared, rows=rows)
         axes = tuple(axis for axis in layout.axes if axis in self.placement.axes.layers)
-        return Stored(read_shape(self.placement, layout), self._read_dtype(leaf), axes, frozen, shared)
+        return Stored(read_shape(self.placement, layout), self._read_dtype(leaf), axes, frozen, shared, rows=rows)
 
     def _read_dtype(self, leaf: int) -> Any:
-        layout = self.staging.layouts[leaf]
+        layout = self.staging.weights[leaf].layout
         compute = None if self.in_ticks else self.placement.plan.precision.compute
         return cast_floating(jnp.zeros((), layout.dtype), compute).dtype
 
@@ -1487,6 +1488,12 @@ class _PiecesRun:
         if self.positions is not None:
             self.batch = [on_every_rank(x) for x in self.batch]
         leaves, self.state_tree = jax.tree.flatten(variables.state)
+        self.rows = None
+        if (stack := self.staging.stack) is not None:
+            from axonml_jax.pipeline.stack import StateRows
+
+            self.rows = StateRows.of(stack, named_leaves(variables.state))
+            leaves = self.rows.divided(leaves)
         self.pieces, self.states = self._cut(leaves)
         self.running = Running(placement, self.pieces.pieces, blocks)
 
@@ -1515,7 +1522,7 @@ class _PiecesRun:
 
     def _cut(self, states: list[jax.Array]) -> tuple[Pieces, list[jax.Array]]:
         """Cuts the microbatch; its states are typed as varying over the axes over which they vary after a microbatch."""
-        names = list(named_leaves(self.variables.state))
+        names = list(named_leaves(self.variables.state)) if self.rows is None else self.rows.names
         given = [x[0] for x in (*self.batch, vary(self.keys, (AXIS, *self.placement.axes.batch)))]
         for _ in range(len(states) + 1):
             pieces = cut_pieces(
@@ -1526,7 +1533,7 @@ class _PiecesRun:
                 num_stages=self.staging.num_stages,
                 begins=self.staging.begins,
                 state_names=names,
-                weight_names=self.staging.names,
+                weight_names=[weight.name for weight in self.staging.weights],
             )
             after = [aval_of(atom, pieces.program.avals) for atom in pieces.new_states]
             wider = [vary(x, tuple(varying_axes(new) - {AXIS})) for x, new in zip(states, after, strict=True)]
@@ -1536,18 +1543,27 @@ class _PiecesRun:
         return pieces, states
 
     def _flat(self, weights: list, given: list, states: list) -> tuple[Any, list]:
-        count = len(self.staging.params.layouts)
-        params, frozen = weights[:count], weights[count:]
-        trees = self.staging.treedefs[0].unflatten(params), self.staging.treedefs[1].unflatten(frozen)
         *batch, key = given
-        state = self.state_tree.unflatten(states)
-        *results, state = self.fun(*trees, state, key, self.batch_tree.unflatten(batch))
+        if self.rows is not None:
+            from axonml_jax.pipeline.stack import stacked, unrolled
+
+            leaves, states = stacked(self.staging.weights, weights), self.rows.joined(states)
+            results, state = unrolled(self._whole, leaves, states, (key, batch), self.rows.stack)
+            return results, self.rows.divided(state)
+        return self._whole(weights, states, key, batch)
+
+    def _whole(self, leaves: list, states: list, key: Any, batch: list) -> tuple[Any, list]:
+        """Runs the microbatch function on leaves."""
+        count = len(self.staging.params.layouts)
+        params, frozen = leaves[:count], leaves[count:]
+        trees = self.staging.treedefs[0].unflatten(params), self.staging.treedefs[1].unflatten(frozen)
+        *results, state = self.fun(*trees, self.state_tree.unflatten(states), key, self.batch_tree.unflatten(batch))
         return tuple(results), jax.tree.leaves(state)
 
     def _examples(self) -> list[jax.Array]:
         """Stand-ins for the parameters that the model reads: only shapes, dtypes and varying axes of them are used."""
         placement, found = self.placement, []
-        for layout in self.staging.layouts:
+        for layout in (weight.layout for weight in self.staging.weights):
             whole = cast_floating(
                 jnp.zeros(read_shape(placement, layout), layout.dtype), placement.plan.precision.compute
             )
@@ -1602,7 +1618,7 @@ class _PiecesRun:
             for i, slot in zip(piece.states, layout.packings[number].slots, strict=True):
                 own = slot_value(slot, result.states[slot.group])
                 leaves[i] = _from_rank(own, number % layout.num_ranks)
-        return self.state_tree.unflatten(leaves)
+        return self.state_tree.unflatten(leaves if self.rows is None else self.rows.whole(leaves))
 
 
 def _from_rank(x: jax.Array, rank: int) -> jax.Array:

@@ -611,8 +611,9 @@ class Pipelined:
       schedule: the order in which microbatches pass: an `ax.PipelineSchedule`, its name or its value.
       num_microbatches: into how many parts a rank's rows are cut; with `Plan.accumulate` that many times more pass.
       chunks: stages per rank; stage p lies on rank p mod S.
-      split: module paths at which the second and later stages begin, in order; None: between repeated blocks, by balanced
-        cost.
+      split: module paths at which the second and later stages begin, in order; the path of a module whose parameters are
+        stacked along dim 0 (`nnx.scan`, `nn.scan`): every stage has as many of its rows; None: between repeated blocks, by
+        balanced cost, or between the rows of the largest stack.
       gather: along `fsdp`: "step" gathers a rank's stages once per step (their memory is that of the whole stages), "chunk"
         whenever a rank turns to another of its stages (two are whole, a forward's and a backward's, and one's gradients;
         with one stage per rank the same as "step"), "tick" in every forward and backward.
@@ -624,7 +625,7 @@ class Pipelined:
     schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
     num_microbatches: int = 8
     chunks: int = 1
-    split: tuple[str, ...] | None = None
+    split: str | tuple[str, ...] | None = None
     gather: Literal["step", "chunk", "tick"] = "step"
 
     def __post_init__(self):
@@ -632,7 +633,7 @@ class Pipelined:
         if problems:
             raise ValueError(f"Pipelined: {'; '.join(problems)}")
         object.__setattr__(self, "schedule", PipelineSchedule.of(self.schedule))
-        if self.split is not None:
+        if self.split is not None and not isinstance(self.split, str):
             object.__setattr__(self, "split", tuple(self.split))
 
     def _problems(self) -> Iterator[str]:
@@ -646,9 +647,12 @@ class Pipelined:
                 yield f"{name}={value!r} must be a positive whole number"
         if not is_one_of(self.gather, ("step", "chunk", "tick")):
             yield f"gather={self.gather!r} must be 'step', 'chunk' or 'tick'"
-        paths = self.split if isinstance(self.split, (tuple, list)) else () if self.split is None else (None,)
+        paths = self.split if isinstance(self.split, (tuple, list)) else () if self.split is None else (self.split,)
         if not all(isinstance(path, str) for path in paths):
-            yield f"split={self.split!r} must be module paths such as ('blocks/2', 'blocks/4')"
+            yield (
+                f"split={self.split!r} must be module paths such as ('blocks/2', 'blocks/4'), or that of one module whose "
+                "parameters are stacked, such as 'layers'"
+            )
 
     def num_stages(self, num_ranks: int) -> int:
         """Stages of the whole model on so many ranks."""

@@ -91,12 +91,16 @@ class Layout:
         """The axes that split one dim, outermost first."""
         return _names(self.spec[dim]) if dim < len(self.spec) else ()
 
-    def stacked(self, axes: AxisNames, size: int) -> "Layout":
-        """The layout of `size` such arrays stacked along a new dim 0, which these axes split."""
+    def stacked(self, axes: AxisNames, size: int, each: int = 1) -> "Layout":
+        """The layout of `size * each` such arrays stacked along a new dim 0, which these axes split into `size` parts."""
         spec = PartitionSpec(as_axes(axes), *self.spec)
-        stored, parts = (size, *self.stored), (size, *self.parts)
+        stored, parts = (size * each, *self.stored), (size, *self.parts)
         automatic = PartitionSpec(None, *self.automatic) if any(self.automatic) else self.automatic
-        return Layout((size, *self.shape), self.dtype, spec, stored, parts, self.stack_dims + 1, automatic)
+        return Layout((size * each, *self.shape), self.dtype, spec, stored, parts, self.stack_dims + 1, automatic)
+
+    def row(self) -> "Layout":
+        """The layout of one of the arrays that `stacked` stacks."""
+        return self._behind(1)
 
     def sliced(self, ndim: int) -> "Layout":
         """The layout of one entry along the first dims, which must not be split; `ndim` stored dims remain."""
@@ -104,6 +108,10 @@ class Layout:
         if not drop:
             return self
         assert all(parts == 1 for parts in self.parts[:drop])
+        return self._behind(drop)
+
+    def _behind(self, drop: int) -> "Layout":
+        """The layout along the dims behind the first ones."""
         spec = PartitionSpec(*tuple(self.spec)[drop:])
         stack, automatic = max(self.stack_dims - drop, 0), PartitionSpec(*tuple(self.automatic)[drop:])
         return Layout(self.shape[drop:], self.dtype, spec, self.stored[drop:], self.parts[drop:], stack, automatic)

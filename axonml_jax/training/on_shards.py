@@ -426,7 +426,7 @@ class ShardedProgram:
 
     def _axes(self, total: UpdateStep) -> tuple[str, ...]:
         assert total.owner is not None
-        return (*self.pipe, *self.layouts[total.owner].axes)
+        return tuple(dict.fromkeys((*self.pipe, *self.layouts[total.owner].axes)))
 
     def _groups(self, totals: Iterable[UpdateStep]) -> list[list[UpdateStep]]:
         """Groups totals by kind, axes and dtype: each group takes one all-reduce."""
@@ -648,6 +648,10 @@ class UpdateSteps:
     def may_gather(self, op: Operation, given: Sequence[Value]) -> bool:
         """Whether an operation reads one parameter alone, so that the rank that gathers it may run it on the full array."""
         owners = {value.owner for value in given if value.owner is not None}
+        if any(
+            AXIS in self.layouts[owner].axes for owner in owners
+        ):  # a stack: stages have rows in an order of their own
+            return False
         return len(owners) == 1 and not op.acts and not any(map(self.is_local, given))
 
     def is_whole(self, owner: int) -> bool:

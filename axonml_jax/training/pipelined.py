@@ -46,7 +46,7 @@ class ByStage(GradientEngine):
         if staging is None or remat is None:
             return {}
         wrap = next((each.wrap for each in self.placement.strategies.values() if each.wrap is not None), None)
-        return units(staging.names, wrap, self.objective.model.module_types())
+        return units([weight.name for weight in staging.weights], wrap, self.objective.model.module_types())
 
 
 def pipelined_loss(

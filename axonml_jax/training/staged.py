@@ -366,7 +366,7 @@ class StagedOptimizer(RestingOptimizer):
 
         def own(rank: int) -> tuple[Buffers, Buffers]:
             params_store = self.staging.params
-            cut = {i: leaf_shard(leaves[i], params_store.layouts[i]) for i in params_store.leaves_of_rank(rank)}
+            cut = {i: _own_part(params_store, leaves[i], i) for i in params_store.leaves_of_rank(rank)}
             return _typed(params_store.pack(cut)), self._packed(self._own_parts(owned), rank)
 
         packed, packed_state = self._of_rank(own)
@@ -374,12 +374,15 @@ class StagedOptimizer(RestingOptimizer):
         return named, self.at_rest(state, self.store.named(packed_state))
 
     def _gathered(self, store: StageStore, named: Any) -> list[Any]:
-        everywhere = {name: gather_whole(named[name], AXIS, invarying=True) for name in named}
-        leaves = []
+        rests, leaves = store.grouped(named), []
+        everywhere = {group: gather_whole(x, AXIS, invarying=True) for group, x in rests.items() if not group.rows}
         for i, layout in enumerate(store.layouts):
             slot, group = store.slots[i], store.slots[i].group
-            start = store.rank_of(i) * store.buffers.sizes[group] + slot.offset
-            buffer = store.grouped(everywhere)[group]
+            if (rank := store.rank_of(i)) is None:
+                leaves.append(store.in_order(gather_leaf(slot_value(slot, rests[group]), layout), i))
+                continue
+            start = rank * store.buffers.sizes[group] + slot.offset
+            buffer = everywhere[group]
             leaves.append(gather_leaf(buffer[start : start + slot.size].reshape(layout.shard), layout))
         return leaves
 
@@ -402,7 +405,7 @@ class StagedOptimizer(RestingOptimizer):
         return _typed(self.store.pack({k: stored_shard(made[i], layouts[k]) for k, i in at if i in made}))
 
     def _own_parts(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        return [leaf_shard(jnp.asarray(leaves[i]), self.layouts[i]) for i in self.owned]
+        return [_own_part(self.store, leaves[i], k) for k, i in enumerate(self.owned)]
 
     def _packed(self, owned: Sequence[Any], rank: int) -> Buffers:
         return _typed(self.store.pack({k: owned[k] for k in self.store.leaves_of_rank(rank)}))
@@ -414,6 +417,11 @@ class StagedOptimizer(RestingOptimizer):
     @property
     def _loose_names(self) -> list[str]:
         return [self.names[i] for i in self._loose]
+
+
+def _own_part(store: StageStore, whole: Any, leaf: int) -> jax.Array:
+    """Cuts this rank's part out of a whole leaf, inside `shard_map`."""
+    return leaf_shard(store.by_rank(jnp.asarray(whole), leaf), store.layouts[leaf])
 
 
 def _typed(buffers: Buffers) -> Buffers:
@@ -454,7 +462,7 @@ class Staged(Rest):
 
         def own(store: StageStore, tree: Any, rank: int) -> Buffers:
             leaves = jax.tree.leaves(placement.plan.precision.cast_param(tree))
-            cut = {i: leaf_shard(leaves[i], store.layouts[i]) for i in store.leaves_of_rank(rank)}
+            cut = {i: _own_part(store, leaves[i], i) for i in store.leaves_of_rank(rank)}
             return {group: vary(buffer, (AXIS, *group.axes)) for group, buffer in store.pack(cut).items()}
 
         def local() -> tuple[Any, Any]:
@@ -499,7 +507,7 @@ class Staged(Rest):
         dtype = functools.reduce(jnp.promote_types, kinds, jnp.dtype(jnp.float32))
         sets: dict[tuple[str, ...], list[int]] = {}
         for i, layout in enumerate(store.layouts):
-            sets.setdefault((AXIS, *layout.axes), []).append(i)
+            sets.setdefault(tuple(dict.fromkeys((AXIS, *layout.axes))), []).append(i)
 
         def of_rank(rank: int) -> list[jax.Array]:
             own = store.unpack(store.grouped(tree), rank)
