@@ -273,8 +273,8 @@ def _most(sizes: Sequence[int], places: Sequence[int | None], count: int) -> int
     """The largest sum of sizes at one of so many places; None: all places have as much of it."""
     totals = [0] * count
     for size, where in zip(sizes, places, strict=True):
-        for place in range(count) if where is None else (where,):
-            totals[place] += size // count if where is None else size
+        for each in range(count) if where is None else (where,):
+            totals[each] += size // count if where is None else size
     return max(totals)
 
 

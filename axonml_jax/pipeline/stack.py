@@ -1,8 +1,8 @@
 """Blocks stacked under one loop, as stages run them: the loop over a stack's rows is unrolled, each row a weight of its own."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -18,22 +18,34 @@ from axonml_jax.program.program import Equation, is_constant, is_elementwise, re
 # --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
 class Rows:
-    """An array [L, ...] as its L rows.
+    """An array [L, ...] as its L rows, each made when it is first read: where the program that is cut into stages reads it.
 
-    Attributes:
-      rows: the rows, [...] each.
+    Args:
+      length: L.
+      make: makes one row, [...].
       of_blocks: whether a loop over them is one over the blocks of the stack; else they are what such a loop returned.
     """
 
-    rows: Sequence[Any]
-    of_blocks: bool = True
+    def __init__(self, length: int, make: Callable[[int], Any], *, of_blocks: bool = True):
+        self.length, self.of_blocks = length, of_blocks
+        self.row = functools.cache(make)
 
-    @cached_property
+    @classmethod
+    def of(cls, rows: Sequence[Any], *, of_blocks: bool = True) -> "Rows":
+        """The rows that are there."""
+        return cls(len(rows), lambda row: rows[row], of_blocks=of_blocks)
+
+    @functools.cached_property
     def whole(self) -> jax.Array:
         """The array."""
-        return jnp.stack(self.rows)
+        return jnp.stack([self.row(i) for i in range(self.length)])
+
+    @property
+    def like(self) -> jax.Array:
+        """An array of its type, of which no value is read. It reads the first row alone: each has a stage of its own."""
+        first = self.row(0)
+        return jnp.broadcast_to(first[None], (self.length, *first.shape))
 
 
 def _whole(value: Any) -> Any:
@@ -86,23 +98,23 @@ class _Unrolling:
                 out = run_program(body, [*consts, *carry, *own], self)
             out = [_whole(value) for value in out]
             carry, made[trip] = out[: scan.num_carry], out[scan.num_carry :]
-        return [*carry, *(Rows(rows, of_blocks=False) for rows in zip(*made, strict=True))]
+        return [*carry, *(Rows.of(rows, of_blocks=False) for rows in zip(*made, strict=True))]
 
     def _passes(self, equation: Equation, operands: list[Any]) -> bool:
         """Whether an operation does the same to every row: it is elementwise, on stacks of equal length and numbers."""
         op = equation.op
         if not is_elementwise(equation.name) or len(op.made) != 1:
             return False
-        lengths = {len(value.rows) for value in operands if isinstance(value, Rows)}
+        lengths = {value.length for value in operands if isinstance(value, Rows)}
         numbers = [value for value in operands if not isinstance(value, Rows)]
         return len(lengths) == 1 and not any(jnp.ndim(value) for value in numbers)
 
     def _by_row(self, equation: Equation, operands: list[Any], rows: list[Rows]) -> list[Any]:
-        made = []
-        for row in range(len(rows[0].rows)):
-            own = [value.rows[row] if isinstance(value, Rows) else value for value in operands]
-            made += equation.op.bind(own)
-        return [Rows(made, any(value.of_blocks for value in rows))]
+        def make(row: int) -> Any:
+            own = [value.row(row) if isinstance(value, Rows) else value for value in operands]
+            return equation.op.bind(own)[0]
+
+        return [Rows(rows[0].length, make, of_blocks=any(value.of_blocks for value in rows))]
 
     def _one_row(self, equation: Equation, operands: list[Any]) -> Any:
         """What Python's own loop reads of a stack, `w[2]`: one row, or some; None: it is something else."""
@@ -110,7 +122,7 @@ class _Unrolling:
         if not isinstance(value, Rows):
             return None
         if equation.name == "squeeze" and tuple(options["dimensions"]) == (0,):
-            return value.rows[0]
+            return value.row(0)
         ((length, *sizes),) = [equation.op.given[0].shape]
         if equation.name == "slice":
             starts, limits, strides = (options[key] for key in ("start_indices", "limit_indices", "strides"))
@@ -124,11 +136,11 @@ class _Unrolling:
         else:
             return None
         self.looped |= value.of_blocks
-        return Rows(value.rows[start:limit], value.of_blocks) if whole else None
+        return Rows(limit - start, lambda row: value.row(start + row), of_blocks=value.of_blocks) if whole else None
 
 
 def _row(value: Any, row: int) -> Any:
-    return value.rows[row] if isinstance(value, Rows) else jax.lax.index_in_dim(value, row, 0, keepdims=False)
+    return value.row(row) if isinstance(value, Rows) else jax.lax.index_in_dim(value, row, 0, keepdims=False)
 
 
 def unrolled(
@@ -156,7 +168,7 @@ def unrolled(
         *batch, key = arrays[ends[1] :]
         return fun(list(arrays[: ends[0]]), list(arrays[ends[0] : ends[1]]), key, batch)
 
-    traced = trace(flat, *(_whole(value) for value in values))
+    traced = trace(flat, *(value.like if isinstance(value, Rows) else value for value in values))
     unrolling, program = _Unrolling(), read_program(traced.jaxpr)
     out = run_program(program, values, unrolling)
     if not unrolling.looped:
@@ -183,7 +195,7 @@ def stacked(weights: Sequence[Weight], values: Sequence[Any]) -> list[Any]:
             found[weight.leaf] = value
         else:
             found.setdefault(weight.leaf, []).append(value)
-    return [Rows(found[leaf]) if isinstance(found[leaf], list) else found[leaf] for leaf in sorted(found)]
+    return [Rows.of(found[leaf]) if isinstance(found[leaf], list) else found[leaf] for leaf in sorted(found)]
 
 
 @dataclass(frozen=True)
@@ -224,7 +236,7 @@ class StateRows:
         """The model's states, with stacks as `Rows`, from those that stages hold."""
         own = iter(states)
         rows = self.stack.rows
-        return [Rows([next(own) for _ in range(rows)]) if stacked else next(own) for stacked in self.stacked]
+        return [Rows.of([next(own) for _ in range(rows)]) if stacked else next(own) for stacked in self.stacked]
 
     def whole(self, states: Sequence[Any]) -> list[jax.Array]:
         """The model's states as arrays, from those that stages hold."""
