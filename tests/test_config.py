@@ -143,7 +143,7 @@ def test_numbers_are_read_as_people_write_them(write):
         ("null", None),
         ('["attn_out", "mlp/up/kernel"]', ("attn_out", "mlp/up/kernel")),
         ("[host:input]", ("host:input",)),
-        ("{blocks/0: [attn_out], head: full}", {"blocks/0": ("attn_out",), "head": "full"}),
+        ("{blocks/0: [attn_out], head: everything}", {"blocks/0": ("attn_out",), "head": "everything"}),
     ],
 )
 def test_what_is_recomputed_is_said_by_a_word_by_names_or_unit_by_unit(given, found, write):

@@ -85,6 +85,8 @@ ROWS = [
     (GEMMA, {**GRID, "scan_layers": True}, {"data": 1, "depth": 2, "row": 2, "col": 2}, {"remat": "full"}),
     (GEMMA, {}, {"data": 1, "fsdp": 2, "context": 4}, {"context": ax.Context(method="ring")}),
     (GEMMA, {"num_layers": 4}, {"data": 2, "pipe": 2}, {"pipe": PIPE}),
+    (LLAMA, {"num_layers": 4, **SCAN}, {"data": 2, "pipe": 2}, {"pipe": PIPE, "accumulate": 2}),
+    (GPT, {"num_layers": 4, "scan_layers": True}, {"data": 1, "pipe": 2, "fsdp": 4}, {"pipe": PIPE}),
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import axonml_jax as ax
 from axonml_jax.testing.equality import assert_equals_single_device
 
 TABLE = {
-    "model": ["chain", "linen", "language"],
+    "model": ["chain", "linen", "language", "stacked", "linen-stacked"],
     "schedule": ["gpipe", "1f1b", "interleaved", "zero-bubble"],
     "ranks": [2, 3, 4],
     "microbatches": ["S-1", "S", "2S+1"],
@@ -62,6 +62,11 @@ linen    1f1b        2 2S+1 fsdp      tick 1 selective True  None
 chain    gpipe       3 2S+1 fsdp      step 1 None      False 0.3
 language zero-bubble 4 S-1  data      step 1 selective False None
 linen    interleaved 2 2S+1 -         step 2 None      False 0.3
+stacked  1f1b        3 2S+1 data      step 1 None      True  0.3
+stacked  interleaved 2 2S+1 fsdp      chunk 1 full     False 0.3
+stacked  zero-bubble 2 S    data+fsdp tick 1 None      True  None
+linen-stacked gpipe  4 S    -         step 2 None      False 0.3
+linen-stacked interleaved 2 2S+1 data step 1 selective True  None
 """
 READ = {"None": None, "True": True, "False": False, "-": "", "0.3": 0.3} | {str(n): n for n in range(1, 5)}
 ROWS = [

@@ -94,8 +94,6 @@ def against_mesh(
                 remedy = f"set mesh.fsdp{or_left_out('plan', plan, [name])}"
                 yield f"plan.{name}={value} has no effect while mesh.fsdp=1 splits nothing: {remedy}"
     if model is not None:
-        if model.scan_layers and mesh.pipe > 1:
-            yield f"mesh.pipe={mesh.pipe} cuts between blocks, and model.scan_layers makes one loop of them: set it to false"
         yield from against_split(mesh, model, length)
     if plan.sync_strategy == "no_sync" and plan.precision == "fp16":
         yield "plan.precision=fp16 with sync_strategy=no_sync would need a loss scale per rank: use bf16"

@@ -243,6 +243,7 @@ class Run:
       sends: most bytes of activations that blocks in a loop may send to the host's memory; the link may take fewer.
       pipelined: whether stages lie along `pipe`.
       gathers: how often a pipeline gathers its stages within a step; None: once at its start.
+      rows: whether a pipeline's blocks rest as rows of stacks, in buffers of their own.
       kernels: whether kernels of this library's compute norms, activations and cross entropy where they apply.
       copies: with rounds (`ax.DiLoCo`), copies of trained parameters that rest beside the optimizer's state: a replica's own
         parameters and the outer momentum.
@@ -256,6 +257,7 @@ class Run:
     sends: float = 0
     pipelined: bool = False
     gathers: Many | None = None
+    rows: bool = False
     copies: Many = 0
     joining: Many = 0
     kernels: bool = True
@@ -878,7 +880,7 @@ def weight_flows(weights: Weights, parts: ShardCounts, run: Run, degrees: Mappin
       run: how often it moves them.
       degrees: of the mesh.
     """
-    buffers: dict[tuple[str, ...], Many] = {}
+    buffers: dict[tuple[bool, tuple[str, ...]], Many] = {}
     for group in weights.groups:
         number = parts.number(group.place, group.count)
         if nothing(number):
@@ -889,9 +891,9 @@ def weight_flows(weights: Weights, parts: ShardCounts, run: Run, degrees: Mappin
             if nothing(number):
                 continue
         # A pipeline's rank keeps everything that lies over the same axes in one buffer, which is reduced as one array.
-        before = buffers.get(group.axes, 0)
-        buffers[group.axes] = most(before, either(number > 0, 1, 0))
-        moving = _Moving(group, number, buffers[group.axes] - before if run.pipelined else None, run)
+        before = buffers.get(key := (run.rows and group.place.endswith("block"), group.axes), 0)
+        buffers[key] = most(before, either(number > 0, 1, 0))
+        moving = _Moving(group, number, buffers[key] - before if run.pipelined else None, run)
         yield from moving.gathers()
         yield from moving.reductions()
         yield from moving.joins()

@@ -820,14 +820,24 @@ def _cut(costs: tuple[float, ...], loose: frozenset[int], head: float, num_stage
 def stages_of(config: DecoderLike, plan: Plan, degrees: dict[str, int]) -> Stages:
     """The stages into which a plan's pipeline cuts a model: between blocks, with balanced numbers of multiplications.
 
+    Of blocks in one loop (`scan_layers`) every stage has as many.
+
     Raises:
-      ValueError: when there are fewer blocks than stages.
+      ValueError: when there are fewer blocks than stages, or blocks in one loop do not divide.
     """
     ranks, experts = degrees.get(AXIS, 1), expert_blocks(config)
     if plan.pipe is None or ranks == 1:
         return Stages(1, (config.num_layers,), (sum(experts),))
     count, loose = plan.pipe.num_stages(ranks), frozenset(i for i, own in enumerate(experts) if experts.count(own) == 1)
     loose = loose if any(experts) else frozenset()
+    if config.scan_layers:
+        each, left = divmod(config.num_layers, count)
+        if left or not each:
+            raise ValueError(
+                f"{config.num_layers} blocks in one loop do not divide into {count} stages (pipe={ranks}): "
+                "set scan_layers=False"
+            )
+        return Stages(ranks, (each,) * count, tuple(sum(experts[i * each : (i + 1) * each]) for i in range(count)))
     if config.num_layers - len(loose) < count:
         alike = f" ({len(loose)} of another kind alone)" if loose else ""
         raise ValueError(f"{config.num_layers} blocks{alike} cannot be cut into {count} stages (pipe={ranks})")

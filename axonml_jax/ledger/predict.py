@@ -530,8 +530,11 @@ def _predict(
     length = model.max_length if length is None else length
     rows = _sequences(plan, model, degrees, global_batch, length)
     stages, timetable = stages_of(model, plan, degrees), timetable_of(plan, degrees)
+    if rows_rest := timetable is not None and model.scan_layers:  # stages run the loop's trips one by one
+        model = replace(model, scan_layers=False)  # pyright: ignore[reportArgumentType]
     step = _step(plan, model, degrees, stages, timetable, rows, length)
-    step = replace(step, platform=platform, documents=documents, run=replace(step.run.recomputing(again), sends=sends))
+    run = replace(step.run.recomputing(again), sends=sends, rows=rows_rest)
+    step = replace(step, platform=platform, documents=documents, run=run)
     if wrong := [*attention_problems(step), *_rounding_problems(plan, model, degrees)]:
         raise ValueError(f"this plan cannot run: {'; '.join(wrong)}")
     masked, blockwise, pairs = attention_work(step)
@@ -616,10 +619,6 @@ def _sequences(plan: Plan, model: DecoderLike, degrees: Mapping[str, int], globa
         found.append(f"sequences of {length} are longer than the model's {model.max_length}")
     if degrees.get(AXIS, 1) > 1 and plan.pipe is None:
         found.append(f"pipe={degrees[AXIS]} without a pipeline in the plan: give it pipe=ax.Pipelined(...)")
-    if degrees.get(AXIS, 1) > 1 and model.scan_layers:
-        found.append(
-            f"pipe={degrees[AXIS]} cuts between blocks, and scan_layers makes one loop of them: set it to False"
-        )
     if found:
         raise ValueError(f"this plan cannot run: {'; '.join(found)}")
     return global_batch // shards

@@ -838,7 +838,7 @@ def bind_plan(
                 f"{assigned.stack.path!r} over its stages: split other dims"
             )
         row, rest = jax.ShapeDtypeStruct(like.shape[1:], like.dtype), PartitionSpec(*tuple(said)[1:])
-        one = of_array(name, row, rest, max(depth - 1, 0)) if row.shape else Layout.replicated(row)
+        one = of_array(name, row, rest, max(depth - 1, 0))
         return one.stacked(STAGES, degrees[STAGES], like.shape[0] // degrees[STAGES])
 
     def of_array(name: str, like: jax.ShapeDtypeStruct, said: PartitionSpec, depth: int) -> Layout:

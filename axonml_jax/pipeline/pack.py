@@ -507,13 +507,14 @@ class Spread:
         dims = range(len(layout.stored))
         spread = Spread(list(layout.shard), [layout.axes_of(dim) for dim in dims])
         if rank is None and chunks > 1:
-            whole = [dim for dim in dims if layout.stored[dim] == layout.shape[dim]]
+            whole = [dim for dim, size in enumerate(layout.shape) if layout.stored[dim] == size]
             spread._order_rows(chunks, degrees[AXIS], whole)
-        for dim, size in enumerate(layout.shape or (1,) * len(dims)):
+        scalars = len(layout.stored) - len(layout.shape)  # they rest as one element per rank
+        for dim, size in enumerate((*layout.shape, *[1] * scalars)):
             if layout.stored[dim] != size:
                 spread._cut_padding(dim, size, layout.parts[dim])
-        if not layout.shape and dims:
-            spread._append(lambda x: x[0], [], [])
+        if scalars:
+            spread._append(lambda x: x[..., 0], spread.shape[:-1], spread.axes[:-1])
         if rank is not None:
             spread._over_pipeline(rank, degrees[AXIS])
         for axis, size in degrees.items():
@@ -1417,16 +1418,17 @@ def stage_assigner(model: Any, view: Functional, policy: Pipelined) -> Callable[
             return _of_chain(model, shapes, num_stages, policy)
         order = view.order
         known = order is not None and all(name in order for name in shapes)
+        found = assign(shapes, num_stages, split=policy.split, order=order if known else None)
         if not known and policy.split is None and num_stages > 1:
-            _warn_of_names(shapes)
-        return assign(shapes, num_stages, split=policy.split, order=order if known else None)
+            _warn_of_names([name for name, stage in zip(shapes, found.stages, strict=True) if stage is not None])
+        return found
 
     return assigned
 
 
-def _warn_of_names(shapes: Mapping[str, Any]) -> None:
+def _warn_of_names(names: Sequence[str]) -> None:
     """Warns where blocks of several kinds are ordered by their names alone."""
-    kinds = dict.fromkeys(path.rstrip("0123456789") for path in units(list(shapes), None, {}))
+    kinds = dict.fromkeys(path.rstrip("0123456789") for path in units(names, None, {}))
     if len(kinds) > 1:
         warn(
             f"stages follow the names of {', '.join(f'{kind}*' for kind in kinds)}: the order in which these are called is "

@@ -193,7 +193,7 @@ class Candidate:
         if self.dispatch is not None and config.experts is not None:
             dispatch: Any = self.dispatch
             chosen["experts"] = replace(config.experts, dispatch=dispatch)
-        # A pipeline cuts between blocks, which a scan does not allow.
+        # A pipeline runs the trips of a loop one by one; blocks of their own it divides by their cost, not by their number.
         return replace(config, scan_layers=config.scan_layers and self.schedule is None, **chosen)
 
     def __str__(self) -> str:

@@ -451,13 +451,14 @@ def within(x: jax.Array, layout: Layout, empty: jax.Array | None = None) -> jax.
     if not layout.axes or not layout.padding:
         return x
     empty = jnp.zeros((), x.dtype) if empty is None else empty
-    if not layout.shape:  # one element per rank, of which the first is meant
-        return jnp.where(axis_index(layout.axes) == 0, x, empty.astype(x.dtype))
-    for dim, (size, more) in enumerate(zip(layout.shape, layout.stored, strict=True)):
+    for dim, more in enumerate(layout.stored):
+        size = (
+            layout.shape[dim] if dim < len(layout.shape) else 1
+        )  # a scalar rests as one element per rank: the first is meant
         if more > size:
             start = axis_index(layout.axes_of(dim)) * layout.shard[dim]
-            inside = start + jax.lax.broadcasted_iota(jnp.int32, x.shape, dim) < size
-            x = jnp.where(inside, x, empty.astype(x.dtype))
+            place = jax.lax.broadcasted_iota(jnp.int32, x.shape, dim) if dim < x.ndim else 0
+            x = jnp.where(start + place < size, x, empty.astype(x.dtype))
     return x
 
 
@@ -1096,13 +1097,16 @@ class OnShards:
 
 
 def seen_shard(shard: jax.Array, layout: Layout) -> jax.Array:
-    """Returns a shard as the optimizer sees it: a scalar, which rests as one element per rank, is a scalar again."""
-    return jnp.reshape(shard, ()) if not layout.shape and shard.ndim else shard
+    """Returns a shard as the optimizer sees it: a scalar, which rests as one element per rank, is a scalar again.
+
+    So are the scalars in a stack of them.
+    """
+    return jnp.reshape(shard, shard.shape[: len(layout.shape)]) if shard.ndim > len(layout.shape) else shard
 
 
 def stored_shard(seen: Any, layout: Layout) -> Any:
     """The inverse of `seen_shard`."""
-    return jnp.reshape(seen, layout.shard) if not layout.shape and layout.shard else seen
+    return jnp.reshape(seen, layout.shard) if len(layout.shape) < len(layout.shard) else seen
 
 
 def _stored_anew(seen: Any, layout: Layout) -> Any:
