@@ -530,11 +530,9 @@ def _predict(
     length = model.max_length if length is None else length
     rows = _sequences(plan, model, degrees, global_batch, length)
     stages, timetable = stages_of(model, plan, degrees), timetable_of(plan, degrees)
-    if rows_rest := timetable is not None and model.scan_layers:  # stages run the loop's trips one by one
-        model = replace(model, scan_layers=False)  # pyright: ignore[reportArgumentType]
     step = _step(plan, model, degrees, stages, timetable, rows, length)
-    run = replace(step.run.recomputing(again), sends=sends, rows=rows_rest)
-    step = replace(step, platform=platform, documents=documents, run=run)
+    step = replace(step, platform=platform, documents=documents, run=replace(step.run.recomputing(again), sends=sends))
+    model = step.model
     if wrong := [*attention_problems(step), *_rounding_problems(plan, model, degrees)]:
         raise ValueError(f"this plan cannot run: {'; '.join(wrong)}")
     masked, blockwise, pairs = attention_work(step)
@@ -583,11 +581,13 @@ def _step(
     rows: int,
     length: int,
 ) -> Step:
-    """The step of a plan, with `rows` sequences on every rank."""
+    """The step of a plan, with `rows` sequences on every rank; stages of a pipeline run a loop's trips one by one."""
+    stacked = timetable is not None and model.scan_layers
+    model = replace(model, scan_layers=False) if stacked else model  # pyright: ignore[reportArgumentType]
     return Step(
         model=model,
         degrees=degrees,
-        run=Run.of(plan, degrees),
+        run=replace(Run.of(plan, degrees), rows=stacked),
         weights=weights_of(model, plan, degrees),
         ranks=stages.ranks,
         rows=rows,

@@ -42,7 +42,7 @@ from axonml_jax.strategies.strategy import (
 )
 
 if TYPE_CHECKING:
-    from axonml_jax.pipeline.pack import Assignment, Staging
+    from axonml_jax.pipeline.pack import Assignment, Stack, Staging
 
 # --------------------------------------------------------------------------------------------------
 # Whether a plan fits a mesh: axes along which all ranks would do the same work, and options that do not go together.
@@ -823,38 +823,13 @@ def bind_plan(
             "sync_strategy=NO_SYNC with float16 would need a loss scale per rank: use bf16, or synchronize"
         )
     plan = plan.decided(Fabric.of(list(mesh.devices.flat)), degrees)
-    strategies = plan.on(degrees)
     require_types(plan.check_vma)
-
     assigned = None if plan.pipe is None else _assigned(plan, degrees, variables, assign)
-
-    def layout(name: str, like: jax.ShapeDtypeStruct) -> Layout:
-        said, depth = in_layers.get(name, PartitionSpec()), stacks.get(name, 0)
-        if assigned is None or assigned.stack is None or not assigned.stack.holds(name, like.shape):
-            return of_array(name, like, said, depth)
-        if any(said[:1]):
-            raise ValueError(
-                f"{name} {list(like.shape)} is split along dim 0 as {said}, and a pipeline divides the rows of "
-                f"{assigned.stack.path!r} over its stages: split other dims"
-            )
-        row, rest = jax.ShapeDtypeStruct(like.shape[1:], like.dtype), PartitionSpec(*tuple(said)[1:])
-        one = of_array(name, row, rest, max(depth - 1, 0))
-        return one.stacked(STAGES, degrees[STAGES], like.shape[0] // degrees[STAGES])
-
-    def of_array(name: str, like: jax.ShapeDtypeStruct, said: PartitionSpec, depth: int) -> Layout:
-        leaf = Layout.replicated(like, depth)
-        for dim, entry in enumerate(said if plan.partition is None else _only(said, PARTITIONED)):
-            for axis in as_axes(entry or ()):
-                leaf = leaf.on(axis, dim, degrees[axis]) if degrees[axis] > 1 else leaf
-        if plan.partition is not None:
-            return beside_rules(leaf, said, strategies, degrees)
-        for axis, strategy in strategies.items():
-            leaf = strategy.spec(leaf, axis, math.prod(degrees[name] for name in as_axes(axis)))
-        return leaf
+    layouts = _Layouts(plan, degrees, in_layers, stacks, None if assigned is None else assigned.stack)
 
     def lay_out(tree: PyTree) -> PyTree:
         resting = jax.eval_shape(plan.precision.cast_param, tree)
-        return jax.tree_util.tree_map_with_path(lambda path, like: layout(path_name(path), like), resting)
+        return jax.tree_util.tree_map_with_path(lambda path, like: layouts.of(path_name(path), like), resting)
 
     placement = Placement(plan, degrees, lay_out(variables.params), lay_out(variables.frozen))
     if automatic := _automatic(plan, degrees):
@@ -866,6 +841,51 @@ def bind_plan(
     assert assigned is not None
     staging = Staging.of(plan.pipe, assigned, placement.params, placement.frozen, degrees)
     return replace(placement, stages=staging)
+
+
+@dataclass(frozen=True)
+class _Layouts:
+    """Lays out the parameters of one model.
+
+    Attributes:
+      plan: the plan, with every default decided.
+      degrees: size of every mesh axis.
+      in_layers: how the model's own layers split parameters, or rules do, by path.
+      stacks: how many first dims number layers or experts, by path.
+      stack: the blocks whose rows a pipeline divides; None: it divides none.
+    """
+
+    plan: Plan
+    degrees: Mapping[str, int]
+    in_layers: Mapping[str, PartitionSpec]
+    stacks: Mapping[str, int]
+    stack: "Stack | None"
+
+    def of(self, name: str, like: jax.ShapeDtypeStruct) -> Layout:
+        """The layout of one parameter; of a stack that of a row, and its rows over the pipeline."""
+        said, depth = self.in_layers.get(name, PartitionSpec()), self.stacks.get(name, 0)
+        if self.stack is None or not self.stack.holds(name, like.shape):
+            return self._of_array(like, said, depth)
+        if any(said[:1]):
+            raise ValueError(
+                f"{name} {list(like.shape)} is split along dim 0 as {said}, and a pipeline divides the rows of "
+                f"{self.stack.path!r} over its stages: split other dims"
+            )
+        row, rest = jax.ShapeDtypeStruct(like.shape[1:], like.dtype), PartitionSpec(*tuple(said)[1:])
+        ranks = self.degrees[STAGES]
+        return self._of_array(row, rest, max(depth - 1, 0)).stacked(STAGES, ranks, self.stack.rows // ranks)
+
+    def _of_array(self, like: jax.ShapeDtypeStruct, said: PartitionSpec, depth: int) -> Layout:
+        plan, degrees, leaf = self.plan, self.degrees, Layout.replicated(like, depth)
+        for dim, entry in enumerate(said if plan.partition is None else _only(said, PARTITIONED)):
+            for axis in as_axes(entry or ()):
+                leaf = leaf.on(axis, dim, degrees[axis]) if degrees[axis] > 1 else leaf
+        strategies = plan.on(degrees)
+        if plan.partition is not None:
+            return beside_rules(leaf, said, strategies, degrees)
+        for axis, strategy in strategies.items():
+            leaf = strategy.spec(leaf, axis, math.prod(degrees[name] for name in as_axes(axis)))
+        return leaf
 
 
 def _check_degrees(plan: Plan, devices: int, degrees: Mapping[str, int]) -> None:
