@@ -113,6 +113,18 @@ def test_predicted_traffic_is_that_of_the_traced_program(row):
     assert prediction.minimum["gradients+parameters"] == step.minimum_traffic()
 
 
+@pytest.mark.parametrize("precision", [None, "bf16"])
+def test_a_tied_table_goes_between_stages_as_it_rests_where_ticks_gather(precision):
+    """Of gathers in ticks a traced program tells no number: idle ranks run none."""
+    model, degrees = config(LLAMA, num_layers=4, tie_embeddings=True), {"data": 1, "pipe": 2, "fsdp": 2}
+    plan = ax.Plan(pipe=replace(PIPE, gather="tick"), precision=precision)
+    found = difference(
+        predict(plan, model, degrees, global_batch=32, length=LENGTH),
+        collectives_in(*step_of(model, plan, degrees, 32)),
+    )
+    assert [each for each in found if "pipe" in each.axes] == []
+
+
 @pytest.mark.parametrize("remat", [None, "selective", "full"])
 def test_what_ranks_tell_each_other_of_documents_is_predicted(remat):
     """Documents' numbers of all positions, in every block."""

@@ -886,7 +886,7 @@ def weight_flows(weights: Weights, parts: ShardCounts, run: Run, degrees: Mappin
         if nothing(number):
             continue
         if run.pipelined and group.place == "both ends":
-            yield from _sent_along(group, number, degrees[AXIS])
+            yield from _sent_along(group, number, degrees[AXIS], run.gathers is not None)
             number = number * parts.first  # elsewhere it is a copy
             if nothing(number):
                 continue
@@ -899,12 +899,19 @@ def weight_flows(weights: Weights, parts: ShardCounts, run: Run, degrees: Mappin
         yield from moving.joins()
 
 
-def _sent_along(group: Group, number: Many, ranks: Many) -> Iterator[Flow]:
-    """Yields the sums over `pipe` of a weight that several stages read and one holds: once per step, and of its gradient."""
-    for label, dtype, work in ((PARAMETERS, group.read_dtype, "forward"), ("", group.sum_dtype, "backward")):
+def _sent_along(group: Group, number: Many, ranks: Many, in_ticks: bool) -> Iterator[Flow]:
+    """Yields the sums over `pipe` of a weight that several stages read and one holds: once per step, and of its gradient.
+
+    Where ticks gather, what travels is a rank's part as it rests.
+    """
+    elements, dtypes = group.read, (group.read_dtype, group.sum_dtype)
+    if in_ticks:
+        elements = divided(group.rest_bytes + group.padding_bytes, jnp.dtype(group.rest_dtype).itemsize)
+        dtypes = group.rest_dtype, group.sum_dtype
+    for label, dtype, work in zip((PARAMETERS, ""), dtypes, ("forward", "backward"), strict=True):
         yield Flow(
             label=label, kind="all_reduce", axes=(AXIS,), group_size=ranks, dtype=dtype, itemsize=jnp.dtype(dtype).itemsize,
-            elements=number * group.read, launches=number * group.arrays, work=work,
+            elements=number * elements, launches=number * group.arrays, work=work,
         )  # fmt: skip
 
 
