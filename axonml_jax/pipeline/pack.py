@@ -176,9 +176,8 @@ def _between_blocks(shapes: Mapping[str, Any], num_stages: int, order: Order) ->
         what = f"{len(blocks)} repeated blocks ({_listed(blocks)})" if blocks else "no repeated blocks"
         raise ValueError(
             f"the model has {what} to divide over {num_stages} stages: use fewer stages (a smaller `pipe` degree, fewer "
-            "chunks), or say where stages begin with split=('path/of/module', ...) or Pipeline.from_modules([...]). Of blocks "
-            "whose parameters are stacked along dim 0 for one scan, every stage takes as many: their number must be a "
-            f"multiple of {num_stages}{_stacks_in_words(shapes)}"
+            "chunks), or say where stages begin with split=('path/of/module', ...) or Pipeline.from_modules([...])"
+            f"{_stacks_in_words(shapes, num_stages)}"
         )
     costs = [_cost(shapes, [names[i] for i in found[path]]) for path in blocks]
     first, last = (min(order[names[i]] for i in found[path]) for path in (blocks[0], blocks[-1]))
@@ -242,9 +241,10 @@ def _stack_at(shapes: Mapping[str, Any], path: str, num_stages: int) -> Stack:
     return stack
 
 
-def _stacks_in_words(shapes: Mapping[str, Any]) -> str:
-    found = _stacks(shapes)
-    return f" ({_listed([_rows_in_words(stack) for stack in found])})" if found else ""
+def _stacks_in_words(shapes: Mapping[str, Any], num_stages: int) -> str:
+    if not (found := [_rows_in_words(stack) for stack in _stacks(shapes)]):
+        return ""
+    return f". Of a stack of blocks every stage takes as many, and {num_stages} does not divide {_listed(found)}"
 
 
 def _rows_in_words(stack: Stack) -> str:
