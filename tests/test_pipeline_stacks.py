@@ -121,6 +121,20 @@ def test_the_largest_stack_is_divided_where_there_are_too_few_blocks():
     listed = {f"blocks/{i}/kernel": (4, 3, 3) for i in range(4)}
     assert assign(shapes_of(listed), 4).stages == (0, 1, 2, 3)
     assert assign(shapes_of(listed), 2, split="blocks/1").stack == Stack("blocks/1", 4)
+    nested = {f"net/{name}": shape for name, shape in listed.items()}
+    assert assign(shapes_of(nested), 4).stages == (0, 1, 2, 3)
+
+
+def test_of_two_stacks_the_one_with_most_elements_is_divided_or_a_choice_asked_for():
+    def of(rows):
+        return shapes_of({"a/embed": (9, 4), "b/layers/w": (rows, 4, 4), "c/layers/w": (4, 4, 4), "d/w": (4, 9)})
+
+    assert assign(of(8), 4).stages == (0, None, 3, 3)
+    with pytest.raises(
+        ValueError, match=r"the 4 rows of .*'b', the 4 rows of .*'c'\. split='b' gives every stage as many"
+    ):
+        assign(of(4), 4)
+    assert assign(of(4), 4, split="c/layers").stages == (0, 3, None, 3)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +143,7 @@ def test_the_largest_stack_is_divided_where_there_are_too_few_blocks():
         (
             4,
             None,
-            r"no repeated blocks .*every stage takes as many, and 4 does not divide the 6 rows of the parameters of 'layers'$",
+            r"no repeated blocks .*stack of blocks: the 6 rows of the parameters of 'layers'\..* a multiple of 4$",
         ),
         (4, "layers", r"the 6 rows of the parameters of 'layers' do not divide into 4 stages"),
         (2, "nothing", r"split='nothing' names no module with parameters"),

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -193,36 +194,43 @@ def _stack_of(shapes: Mapping[str, Any], num_stages: int, split: str | Sequence[
         return _stack_at(shapes, split, num_stages)
     if split is not None or num_stages == 1:
         return None
-    for stack in _stacks(shapes):
-        blocks = [path for path in units(list(shapes), None, {}) if not path.startswith(stack.path + "/")]
-        if stack.rows % num_stages == 0 and len(blocks) < num_stages:
-            return stack
-    return None
+    stacks = _stacks(shapes)
+    stack = max(stacks, key=stacks.__getitem__, default=None)
+    if stack is None or stack.rows % num_stages or 2 * stacks[stack] <= sum(stacks.values()):
+        return None
+    blocks = [path for path in units(list(shapes), None, {}) if not path.startswith(stack.path + "/")]
+    return stack if len(blocks) < num_stages else None
 
 
-def _stacks(shapes: Mapping[str, Any]) -> list[Stack]:
-    """The modules whose parameters look like stacks of blocks, those with the most elements first.
+def _stacks(shapes: Mapping[str, Any]) -> dict[Stack, int]:
+    """The modules whose parameters look like stacks of blocks, and how many elements they have.
 
-    All of a stack's parameters have one size of dim 0, and some are matrices besides. A list of modules, which are numbered,
-    may look so too, and is none.
+    All of a stack's parameters have one size of dim 0, and some are matrices besides. Modules that are numbered may look so
+    too, and are a list.
     """
     within: dict[str, list[str]] = {}
     for name in shapes:
-        parts = name.split("/")
-        for end in range(1, len(parts)):
-            within.setdefault("/".join(parts[:end]), []).append(name)
-    numbered = units(list(shapes), None, {})
+        for path in _above(name):
+            within.setdefault(path, []).append(name)
+    numbered = Counter[str]()
+    for block, leaves in units(list(shapes), None, {}).items():
+        numbered.update(dict.fromkeys(_above(block), len(leaves)))
     found: dict[str, int] = {}
-    for path, names in within.items():
-        sizes = {tuple(shapes[name].shape[:1]) for name in names}
-        dims = max(len(shapes[name].shape) for name in names)
-        listed = sum(len(leaves) for block, leaves in numbered.items() if block.rpartition("/")[0] == path)
-        is_list = listed == len(names) and not path.rpartition("/")[2].startswith("Scan")
-        inside = any(path.startswith(other + "/") for other in found)
-        if len(sizes) == 1 and dims > 2 and not is_list and not inside:
-            found[path] = sum(math.prod(shapes[name].shape) for name in names)
-    ordered = sorted(found, key=lambda path: -found[path])
-    return [Stack(path, shapes[within[path][0]].shape[0]) for path in ordered]
+    for path, names in within.items():  # outer modules come before those in them
+        each = [tuple(shapes[name].shape) for name in names]
+        is_list = numbered[path] == len(names) and not path.rpartition("/")[2].startswith(
+            "Scan"
+        )  # as `nn.scan` calls it
+        alike = len({shape[:1] for shape in each}) == 1 and max(map(len, each)) > 2
+        if alike and not is_list and found.keys().isdisjoint(_above(path)):
+            found[path] = sum(map(math.prod, each))
+    return {Stack(path, shapes[within[path][0]].shape[0]): size for path, size in found.items()}
+
+
+def _above(path: str) -> list[str]:
+    """The modules around a leaf or a module, outer ones first."""
+    parts = path.split("/")
+    return ["/".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def _stack_at(shapes: Mapping[str, Any], path: str, num_stages: int) -> Stack:
@@ -242,9 +250,13 @@ def _stack_at(shapes: Mapping[str, Any], path: str, num_stages: int) -> Stack:
 
 
 def _stacks_in_words(shapes: Mapping[str, Any], num_stages: int) -> str:
-    if not (found := [_rows_in_words(stack) for stack in _stacks(shapes)]):
+    if not (found := list(_stacks(shapes))):
         return ""
-    return f". Of a stack of blocks every stage takes as many, and {num_stages} does not divide {_listed(found)}"
+    there = _listed([_rows_in_words(stack) for stack in found])
+    return (
+        f". There is a loop's stack of blocks: {there}. split={found[0].path!r} gives every stage as many of its rows, where "
+        f"their number is a multiple of {num_stages}"
+    )
 
 
 def _rows_in_words(stack: Stack) -> str:
