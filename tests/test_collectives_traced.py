@@ -271,5 +271,33 @@ def test_primitives_are_the_same_in_both_modes_and_follow_the_axes_as_given(chec
     assert shifted.tolist() == [6, 0, 1, 0, 0, 0]  # order[5] to order[0], order[0] to order[1]
 
 
+@MODES
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "float8_e5m2", "int32"])
+def test_extremes_are_numpys_with_nan_infinities_and_zeros_of_both_signs(check_vma, dtype):
+    here = Mesh(np.array(jax.devices()[:4]), ("data",))
+    spec, inf, nan = PartitionSpec("data"), np.inf, np.nan
+    rows = [
+        [nan] * 4,
+        [1, nan, 3, -1],
+        [-nan, 1, 2, 3],
+        [-inf, -1, -2, -0.0],
+        [inf, 0, -0.0, 1],
+        [-3, -2, -1, -5],
+        [0] * 4,
+    ]
+    given = np.array([row for row in rows if dtype != "int32" or np.isfinite(row).all()]).T
+    both = lambda x: (
+        max_over(x, "data"),
+        min_over(x, "data"),
+        ax.all_reduce_max(x, "data"),
+        ax.all_reduce_min(x, "data"),
+    )
+    out = (PartitionSpec(), PartitionSpec(), spec, spec)
+    run = jax.jit(jax.shard_map(both, mesh=here, in_specs=spec, out_specs=out, check_vma=check_vma))
+    for made, wanted in zip(run(jnp.asarray(given).astype(dtype)), (given.max(0), given.min(0)) * 2, strict=True):
+        np.testing.assert_array_equal(np.asarray(made, np.float64), np.broadcast_to(wanted, made.shape))
+        assert made.dtype == dtype
+
+
 def test_a_primitive_refuses_what_does_not_divide():
     refused(ValueError, r"scatter_sum.*\(5, 2\).*pad", lambda x: scatter_sum(x, "data"))

@@ -15,6 +15,7 @@ from axonml_jax.cli.run import Saves
 from axonml_jax.config.config import read_config
 from axonml_jax.sharding.layout import to_host
 from axonml_jax.training.nonfinite import LossScale, NonFinite, skip_nonfinite
+from axonml_jax.training.single_device import difference
 from axonml_jax.training.state import TrainState
 
 GOOD = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
@@ -59,7 +60,11 @@ def test_bad_steps_change_nothing_are_counted_and_halt_the_run(facade):
     with pytest.raises(AssertionError):
         equal_bits(kept(), before)
     before = kept()
-    assert [counts(trainer.step(batch)) for batch in (BAD, BAD, GOOD, BAD)] == [(2, 1), (3, 2), (3, 2), (3, 2)]
+    assert [counts(trainer.step(batch)) for batch in (BAD, BAD)] == [(2, 1), (3, 2)]
+    with pytest.warns(
+        UserWarning, match=r"2 updates in a row were not finite, and max_nonfinite=2 halts the training there"
+    ):
+        assert [counts(trainer.step(batch)) for batch in (GOOD, BAD)] == [(3, 2), (3, 2)]
     equal_bits(kept(), before)  # halted: not even a good batch is taken
     assert int(trainer.state.guard.since) == 3
 
@@ -179,3 +184,50 @@ def test_a_run_is_asked_once_after_every_step_whether_it_ends():
     ends = [(saves.ends_after(step), saves(step, {})) for step in (1, 2, 3)]
     assert asked == [1, 2, 3] and ends == [(False, False), (False, False), (True, True)] and saves.stopped == 3
     assert saves.ends_after(9)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, np.inf])
+def test_one_nan_in_the_gradient_of_one_rank_is_skipped_whatever_the_norm(norm_type):
+    """The loss is finite. XLA's maximum over CPU devices leaves NaN out."""
+
+    def loss(model, batch):
+        zero = jnp.where(batch["bad"], 0 * model.layer.kernel[0, 0], 1.0)  # the square root of 0 has no derivative
+        return loss_fn(model, batch["x"]) + jnp.sqrt(zero)
+
+    mesh = ax.make_mesh(devices=jax.devices()[:4], fsdp=4)
+    trainer = ax.FSDP(Net(), mesh).trainer(optax.sgd(0.1), loss, max_nonfinite=LIMIT, norm_type=norm_type)
+    before = to_host(trainer.state.variables)
+    metrics = trainer.step({"x": GOOD, "bad": np.array(True)})
+    assert np.isfinite(metrics["loss"]) and np.isnan(metrics["grad_norm"]) and int(metrics["skipped"]) == 1
+    equal_bits(to_host(trainer.state.variables), before)
+
+
+def test_extremes_over_rows_are_nan_where_a_row_is():
+    def loss(model, batch):
+        made = model.layer(batch)
+        return jnp.mean(jnp.nan_to_num(made) ** 2), {
+            "most": jnp.max(made),
+            "least": jnp.min(made, 0),
+            "span": jnp.ptp(made),
+        }
+
+    bad = np.where(np.arange(8)[:, None] == 5, np.float32(np.nan), GOOD)
+    model = ax.DDP(Net(), ax.make_mesh(data=4, devices=jax.devices()[:4]))
+    trainer = model.trainer(optax.sgd(0.1), loss)
+    for made in (trainer.evaluate(bad), trainer.step(bad)):
+        assert np.isfinite(made["loss"]) and all(np.isnan(made[name]).all() for name in ("most", "least", "span"))
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted", "said"),
+    [
+        (np.inf, np.inf, None),
+        ([np.nan, 1.0], [np.nan, 1.0], None),
+        (np.inf, -np.inf, "infinite or NaN in both, and not the same"),
+        (np.nan, np.inf, "infinite or NaN in both, and not the same"),
+        ([-np.inf, 1.0], [-np.inf, 5.0], "max|a-b| = 4 > 5e-09 (max|b| = 5)"),
+        ([np.inf, 1.0], [1.0, np.inf], "finite in one and not in the other"),
+    ],
+)
+def test_values_that_are_not_finite_are_compared_as_they_are(got, wanted, said):
+    assert difference(np.asarray(got), np.asarray(wanted), False) == said

@@ -21,6 +21,7 @@ from axonml_jax.collectives.primitives import (
     checked_dim,
     checked_position,
     exchange_along,
+    extreme_along,
     gather_along,
     identity_of,
     reduce_rows,
@@ -590,13 +591,12 @@ def summed(x: jax.Array, scope: Scope) -> jax.Array:
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _extreme(x, scope: Scope, op: ReduceOp):
     """MIN or MAX over the members. JAX gives pmin and pmax no derivative; the JVP here is linear, so that it transposes."""
-    reduce = jax.lax.pmin if op is ReduceOp.MIN else jax.lax.pmax
     if scope.members is None:
-        best = reduce(x, scope.axes)
+        best = extreme_along(x, scope.axes, op)
     elif scope.partition is not None:
-        best = reduce(x, scope.axes, axis_index_groups=scope.partition)
+        best = extreme_along(x, scope.axes, op, scope.partition)
     else:
-        best = reduce(scope.only_members(x, identity_of(op, x.dtype)), scope.axes)
+        best = extreme_along(scope.only_members(x, identity_of(op, x.dtype)), scope.axes, op)
     return vary(best, scope.axes)
 
 

@@ -348,20 +348,60 @@ def sum_over(x: jax.Array, axes: AxisNames) -> jax.Array:
     return jax.lax.psum(vary(x, axes), as_axes(axes))
 
 
-def max_over(x: jax.Array, axes: AxisNames) -> jax.Array:
+def max_over(x: jax.Array, axes: AxisNames, *, nan: bool = True) -> jax.Array:
     """The element-wise maximum of x over `axes`, typed as the same on every rank. Communicates: one all-reduce.
 
     It has no gradient (JAX defines none for `pmax`): pass it through `jax.lax.stop_gradient`, or use `all_reduce_max`.
+
+    Args:
+      x: numbers.
+      axes: mesh axes.
+      nan: whether a NaN on any rank is the result, as of `jnp.max`; False: it may vanish (`extreme_along`), which does no harm
+        where what follows is NaN all the same, and spares a pass.
     """
-    return jax.lax.pmax(vary(x, axes), as_axes(axes))
+    return extreme_along(vary(x, axes), as_axes(axes), ReduceOp.MAX, nan=nan)
 
 
 def min_over(x: jax.Array, axes: AxisNames) -> jax.Array:
     """The element-wise minimum of x over `axes`, typed as the same on every rank. Communicates: one all-reduce.
 
-    It has no gradient (JAX defines none for `pmin`): pass it through `jax.lax.stop_gradient`, or use `all_reduce_min`.
+    A NaN on any rank is the result, as of `jnp.min`. It has no gradient (JAX defines none for `pmin`): pass it through
+    `jax.lax.stop_gradient`, or use `all_reduce_min`.
     """
-    return jax.lax.pmin(vary(x, axes), as_axes(axes))
+    return extreme_along(vary(x, axes), as_axes(axes), ReduceOp.MIN)
+
+
+def extreme_along(
+    x: jax.Array, axes: tuple[str, ...], op: ReduceOp, among: Among = None, *, nan: bool = True
+) -> jax.Array:
+    """`jax.lax.pmax` or `pmin` in which a NaN is the result.
+
+    XLA:CPU's all-reduce leaves NaN out: the maximum of NaN alone is -inf there. So floating numbers travel as integers in the
+    same order, in which NaN is the largest, or the smallest (as many bytes; 16 bits and fewer as 32).
+
+    Args:
+      x: numbers or truth values.
+      axes: bound mesh axes.
+      op: `ReduceOp.MAX` or MIN.
+      among: groups of ranks.
+      nan: False leaves NaN to the backend.
+
+    Communicates: one all-reduce.
+    """
+    reduce = jax.lax.pmin if op is ReduceOp.MIN else jax.lax.pmax
+    if not nan or not jnp.issubdtype(x.dtype, jnp.floating):
+        return reduce(x, axes, axis_index_groups=among)
+    wide = x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
+    limits = jnp.iinfo(f"int{8 * wide.dtype.itemsize}")
+    # The bits of floats are in their order as integers, those of negative ones in the opposite order; both ends are NaN.
+    ordered = lambda bits: jnp.where(bits < 0, bits ^ limits.max, bits)
+    number = ordered(jax.lax.bitcast_convert_type(wide, limits.dtype))
+    joined = reduce(
+        jnp.where(jnp.isnan(wide), limits.min if op is ReduceOp.MIN else limits.max, number),
+        axes,
+        axis_index_groups=among,
+    )
+    return jax.lax.bitcast_convert_type(ordered(joined), wide.dtype).astype(x.dtype)
 
 
 def scatter_sum(x: jax.Array, axes: AxisNames, dim: int = 0) -> jax.Array:

@@ -29,6 +29,7 @@ from axonml_jax.base import (
     naming_options,
     no_attribute,
     some_of,
+    warn,
 )
 from axonml_jax.compat.jaxpr import opened
 from axonml_jax.compat.order import (
@@ -421,6 +422,7 @@ class Trainer(Generic[M]):
         self.model, self._tx, self._loss_fn, self._placement = model, tx, loss_fn, placement
         self._max_grad_norm, self._norm_type, self._max_nonfinite = max_grad_norm, norm_type, max_nonfinite
         self._layer_norms, self._seen = layer_norms, None
+        self._in_a_row: jax.Array | None = None  # of the last step, where a limit may halt the training
         self._callbacks, self._made, self._ended = checked(callbacks), 0, False
         self._compared: int | None = None  # the model's loads when the processes compared what they begin with
         self._same_evaluated: Callable[[PyTree], None] | None = None
@@ -651,6 +653,7 @@ class Trainer(Generic[M]):
         if self._seen is None:
             _look_at(self, metrics["grad_norm"], batch)
         self._seen = shapes_of(batch)
+        self._in_a_row = _tell_halted(self._in_a_row, metrics.get("skipped_in_a_row"), self._max_nonfinite)
         self._tell("on_step", metrics=metrics)
         return metrics
 
@@ -889,6 +892,20 @@ def _look_at(trainer: Trainer, norm: jax.Array, batch: PyTree) -> None:
     zero, shapes = not any(np.any(np.asarray(shard.data)) for shard in norm.addressable_shards), shapes_of(batch)
     traced = trainer.train_step.as_written(trainer.state, shapes) if trainer.model._held_outside else None
     _tell_unread(trainer, traced, shapes, zero=zero)
+
+
+def _tell_halted(before: jax.Array | None, now: jax.Array | None, limit: int | None) -> jax.Array | None:
+    """Warn when the step before halted the training; returns what to give the next time. It waits for no step."""
+    if now is None or limit is None or before is None or not before.is_ready():
+        return now
+    in_a_row = max(int(np.max(shard.data)) for shard in before.addressable_shards)
+    if in_a_row >= limit:
+        warn(
+            f"{in_a_row} updates in a row were not finite, and max_nonfinite={limit} halts the training there: no step changes "
+            'anything from now on, whatever its batch. End the loop when metrics["skipped_in_a_row"] reaches the limit; restore '
+            "a checkpoint, or make a new trainer, to go on"
+        )
+    return now
 
 
 def _tell_unread(trainer: Trainer, traced: Any, shapes: PyTree, *, zero: bool) -> None:
@@ -1399,8 +1416,8 @@ class ParallelModel(SavedModel):
           loss_fn: see `value_and_grad`.
           accumulate: microbatches per update and rank; None takes the plan's.
           max_grad_norm, norm_type: clip gradients to this global norm; its type is 1, 2 or `math.inf`.
-          max_nonfinite: skip updates whose loss or gradients are not finite, and after that many in a row every update; None:
-            skip none.
+          max_nonfinite: skip updates whose loss or gradients are not finite, and after that many in a row every update, which a
+            warning says; None: skip none.
           callbacks: called after steps, validations and checkpoints and at the end (see `ax.Callback`).
           layer_norms: measure the norms of gradients and parameters layer by layer too.
           eval_fn: what `evaluate` and `validate` compute, a loss and metrics as `loss_fn` returns them; None: `loss_fn`.

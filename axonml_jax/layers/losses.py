@@ -189,7 +189,7 @@ def _summed(logits, targets, axes, smoothing, words):
     """Per row the maximal logit, and relative to it the ranks' sums of exponentials, target logit and (smoothing) logits."""
     wide = _without_padding(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)), axes, words, -jnp.inf)
     highest = jnp.max(wide, axis=-1)
-    highest = max_over(highest, axes) if axes else highest
+    highest = max_over(highest, axes, nan=False) if axes else highest
     shifted = wide - highest[..., None]
     # A masked sum instead of indexing: the target's logit is on one rank, and the others add zero.
     at_target = jnp.sum(jnp.where(_is_target(logits, targets, axes), shifted, 0), axis=-1)
@@ -202,7 +202,7 @@ def _summed_in_one_pass(logits, targets, axes, smoothing, words, form):
     """The same by a kernel that reads the logits once; the number is the largest of the ranks' logsumexps."""
     local = _on_this_rank(logits, targets, axes)
     normalizer, logit = softmax_stats(logits, local, form=form)
-    highest = max_over(normalizer, axes) if axes else normalizer
+    highest = max_over(normalizer, axes, nan=False) if axes else normalizer
     mine = (local >= 0) & (local < logits.shape[-1])
     parts = jnp.stack([jnp.exp(normalizer - highest), jnp.where(mine, logit - highest, 0)])
     return highest, sum_over(parts, axes) if axes else parts
@@ -436,7 +436,7 @@ def _chunked_forward(chunks: _Chunks, x, table, targets):
     zeros = vary_like(jnp.zeros(rows.shape[0], _wide(x)), rows)
     highest, total, chosen = chunks.fold(step, (zeros - jnp.inf, zeros, zeros), table)
     if chunks.axes:
-        own, highest = highest, max_over(highest, chunks.axes)
+        own, highest = highest, max_over(highest, chunks.axes, nan=False)
         total, chosen = sum_over(jnp.stack([total * jnp.exp(own - highest), chosen]), chunks.axes)
     words = chunks.words or table.shape[chunks.dim] * (axis_size(chunks.axes) if chunks.axes else 1)
     normalizer = jnp.where(targets.reshape(-1) < words, highest + jnp.log(total), jnp.nan)

@@ -48,11 +48,15 @@ def difference(got: Any, wanted: Any, low_precision: bool, floor: float = 0.0) -
     a, b = np.asarray(got, wide), np.asarray(wanted, wide)
     if not a.size:
         return None
-    if not np.array_equal(np.isfinite(a), np.isfinite(b)):
+    there = np.isfinite(b)
+    if not np.array_equal(np.isfinite(a), there):
         return "finite in one and not in the other"
-    scale = np.max(np.abs(b))
+    if not np.array_equal(a[~there], b[~there], equal_nan=True):
+        return "infinite or NaN in both, and not the same"
+    a, b = a[there], b[there]
+    scale = np.max(np.abs(b), initial=0.0)
     allowed = LOW_PRECISION * scale if low_precision else FLOAT64 * max(1.0, scale) if double else FLOAT32 * scale
-    worst, allowed = np.max(np.abs(a - b)), max(allowed, floor)
+    worst, allowed = np.max(np.abs(a - b), initial=0.0), max(allowed, floor)
     return None if worst <= allowed else f"max|a-b| = {worst:.3g} > {allowed:.3g} (max|b| = {scale:.3g})"
 
 
