@@ -902,8 +902,8 @@ def _tell_halted(before: jax.Array | None, now: jax.Array | None, limit: int | N
     if in_a_row >= limit:
         warn(
             f"{in_a_row} updates in a row were not finite, and max_nonfinite={limit} halts the training there: no step changes "
-            'anything from now on, whatever its batch. End the loop when metrics["skipped_in_a_row"] reaches the limit; restore '
-            "a checkpoint, or make a new trainer, to go on"
+            'anything from now on. End the loop when metrics["skipped_in_a_row"] reaches the limit; to go on restore a '
+            "checkpoint, or make a new trainer"
         )
     return now
 
