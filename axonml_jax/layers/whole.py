@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -31,8 +32,11 @@ from axonml_jax.program.program import (
     Program,
     is_constant,
     read_program,
+    results,
+    rule_of,
     run_program,
     run_traced,
+    through,
 )
 from axonml_jax.program.values import Axes, differing
 from axonml_jax.sharding.layout import as_spec
@@ -724,7 +728,11 @@ def _checked(fun: Callable, places: Mapping[str, Places], trains: bool, variable
     if whole:
         program = read_program(jaxpr)
         # The losses are the program's first results; `out` follows.
-        _refuse_parts(dict(zip(whole, differing(program, given, lambda *_: None), strict=False)))
+        alone = from_parts_alone(program, given, [path[0].idx == 3 for path, _ in leaves])
+        differ = differing(program, given, lambda *_: None)
+        _refuse_parts(
+            {name: one - set(BATCH_AXES) | other for name, one, other in zip(whole, differ, alone, strict=False)}
+        )
         if trains:
             _refuse_gradients(program, given, len(jax.tree.leaves(variables.params)), next(iter(whole.values())))
     return out
@@ -789,12 +797,12 @@ def _refuse_parts(differ: Mapping[str, Axes]) -> None:
     """Refuse a loss or metric that each rank computes from its part of what layers split.
 
     Args:
-      differ: over which axes each may differ, by its name.
+      differ: over which axes each may differ because of what layers split, by its name.
 
     Raises:
       ValueError: naming all of them.
     """
-    wrong = {name: sorted(axes.difference(BATCH_AXES).intersection(LAYER_AXES)) for name, axes in differ.items()}
+    wrong = {name: sorted(axes.intersection(LAYER_AXES)) for name, axes in differ.items()}
     if said := "; ".join(f"{name} (over {', '.join(axes)})" for name, axes in wrong.items() if axes):
         raise ValueError(
             f"these results differ between ranks of the mesh axes over which layers split: {said}. They were computed from one "
@@ -803,6 +811,39 @@ def _refuse_parts(differ: Mapping[str, Axes]) -> None:
             "let the last layer gather its output (gather_output=True), leave weight decay to the optimizer, or combine the "
             "parts by reduce_from or gather_from of axonml_jax.collectives.gradients"
         )
+
+
+_ROWS, _LOST = "rows", "lost over "
+
+
+def from_parts_alone(program: Program, given: Sequence[Axes], rows: Sequence[bool]) -> list[Axes]:
+    """The axes over which results are made of a split parameter's part that no rows meet, as a norm of the part is.
+
+    Along axes that split rows too (`expert`, `depth`) results differ anyway. What tells a loss that reads a parameter from the
+    layer that multiplies rows with it: its part, alone, becomes a single number, or a result.
+
+    Args:
+      program: a traced program.
+      given: over which axes each input is a parameter's part.
+      rows: whether each input is of the batch.
+
+    Returns:
+      Of every result the axes.
+    """
+
+    def rule(equation: Equation, operands: list[Axes]) -> Sequence[Axes]:
+        if (inside := through(equation, operands, rule, operator.or_, frozenset())) is not None:
+            return inside
+        axes = set(equation.op.mesh_axes) if rule_of(equation.name).kind == "collective" else set()
+        made = frozenset[str]().union(*operands) - axes - {_LOST + axis for axis in axes}
+        if _ROWS in made:
+            return [frozenset(tag for tag in made if tag == _ROWS or tag.startswith(_LOST))] * len(equation.outputs)
+        lost = frozenset(tag if tag.startswith(_LOST) else _LOST + tag for tag in made)
+        return [made if aval.shape else lost for aval in equation.op.made]
+
+    known = [axes | {_ROWS} if own else axes for axes, own in zip(given, rows, strict=True)]
+    found = results(program, known, rule, frozenset())
+    return [frozenset(tag.removeprefix(_LOST) for tag in tags if tag != _ROWS) for tags in found]
 
 
 def _with_places(places: Mapping[str, Places], variables: Variables, args: tuple) -> tuple[list, Any, list[Places]]:
