@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
 
 import axonml_jax as ax
-from axonml_jax.collectives.gradients import gather_from
+from axonml_jax.collectives.gradients import gather_from, reduce_from
 from axonml_jax.collectives.primitives import bound
 from axonml_jax.compat.jaxpr import trace
+from axonml_jax.layers.grid import ParallelLinear
 from axonml_jax.layers.whole import marked_program
 from axonml_jax.program.values import differing
 
@@ -296,3 +297,59 @@ def test_a_part_is_refused_beside_layers_that_were_swapped():
             continue
         with pytest.raises(ValueError, match=r"the loss \(over tensor\)"):
             trainer.step(x)
+
+
+class SplitWithRows(nnx.Module):
+    """Layers that split their parameters over an axis that splits rows too."""
+
+    def __init__(self, axis):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(4, 6, rngs=rngs, **F64)
+        if axis == "expert":
+            self.layer = ax.ParallelMoE(6, 8, 4, router=ax.SoftmaxRouter(top_k=2), rngs=rngs, **F64)
+        else:
+            self.layer = ParallelLinear(6, 6, rngs=rngs, **F64)
+
+    def __call__(self, x):
+        made = self.layer(jnp.tanh(self.first(x)))
+        return made[0] if isinstance(made, tuple) else made
+
+    @property
+    def own(self):
+        return (self.layer.up if hasattr(self.layer, "up") else self.layer.kernel)[...]
+
+
+def with_penalty(penalty):
+    return lambda model, x: jnp.mean(jnp.square(model(x))) + 0.1 * penalty(model.own)
+
+
+def as_a_metric(model, x):
+    return jnp.mean(jnp.square(model(x))), {"norm": jnp.linalg.norm(model.own)}
+
+
+def square_joined(axis, join):
+    """`join` over the axis where it is bound, so that the loss runs on one device too."""
+    return lambda part: join(jnp.sum(part**2), axis) if bound((axis,)) else jnp.sum(part**2)
+
+
+@BOTH
+@pytest.mark.parametrize("axis", ["expert", "depth"])
+def test_a_part_alone_is_refused_and_joined_parts_are_right_where_ranks_have_rows_of_their_own(axis, check_vma):
+    x = np.random.default_rng(0).normal(size=(8, 3, 4))
+    plan = ax.Plan(check_vma=check_vma)
+    of = lambda: ax.parallelize(SplitWithRows(axis), mesh_of(**{axis: 2, "data": 2}), plan)
+    wrong = {
+        "the loss": [with_penalty(lambda part: jnp.sum(part**2)), with_penalty(square_joined(axis, reduce_from))],
+        "metric 'norm'": [as_a_metric],
+    }
+    for name, losses in wrong.items():
+        for loss in losses:
+            with pytest.raises(ValueError, match=rf"{name} \(over {axis}\).*all_reduce_sum"):
+                of().trainer(optax.sgd(1.0), loss).step(x)
+            with pytest.raises(ValueError, match=rf"{name} \(over {axis}\)"):
+                of().trainer(optax.sgd(1.0), loss).evaluate(x)
+    loss = with_penalty(square_joined(axis, ax.all_reduce_sum))
+    value, grads = nnx.value_and_grad(loss)(SplitWithRows(axis), x)
+    got, made = of().value_and_grad(loss)(x)
+    assert float(got) == pytest.approx(float(value), abs=1e-12)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), made, nnx.to_pure_dict(grads))

@@ -697,7 +697,7 @@ def reading_whole(fun: Callable, model: Functional, trains: bool, variables: Var
         losses.refuse()
         # What was swapped is gathered in the program; layers that split by themselves may leave parts.
         differ = differing(program, given, lambda *_: None)
-        _refuse_parts({name: differ[k] for k, name in named.items()})
+        _refuse_parts({name: differ[k].difference(BATCH_AXES) for k, name in named.items()})
         if trains and named:
             first = next(iter(named))
             _refuse_gradients(program, given, len(jax.tree.leaves(variables.params)), made[first], first)
@@ -729,10 +729,9 @@ def _checked(fun: Callable, places: Mapping[str, Places], trains: bool, variable
         program = read_program(jaxpr)
         # The losses are the program's first results; `out` follows.
         alone = from_parts_alone(program, given, [path[0].idx == 3 for path, _ in leaves])
-        differ = differing(program, given, lambda *_: None)
-        _refuse_parts(
-            {name: one - set(BATCH_AXES) | other for name, one, other in zip(whole, differ, alone, strict=False)}
-        )
+        differ, by_rows = differing(program, given, lambda *_: None), frozenset(BATCH_AXES)
+        both = zip(whole, differ, alone, strict=False)
+        _refuse_parts({name: one - by_rows | other & by_rows for name, one, other in both})
         if trains:
             _refuse_gradients(program, given, len(jax.tree.leaves(variables.params)), next(iter(whole.values())))
     return out
@@ -809,7 +808,8 @@ def _refuse_parts(differ: Mapping[str, Axes]) -> None:
             "rank's part of a layer's split output, such as logits over the words, or of a split parameter, as if it were the "
             "full array. Use the model's own loss (model.loss) or ax.vocab_parallel_cross_entropy(logits, targets, axis=...), "
             "let the last layer gather its output (gather_output=True), leave weight decay to the optimizer, or combine the "
-            "parts by reduce_from or gather_from of axonml_jax.collectives.gradients"
+            "parts by reduce_from or gather_from of axonml_jax.collectives.gradients; over expert and depth, where ranks have "
+            "rows of their own, by ax.all_reduce_sum or ax.all_gather"
         )
 
 
@@ -832,7 +832,10 @@ def from_parts_alone(program: Program, given: Sequence[Axes], rows: Sequence[boo
     """
 
     def rule(equation: Equation, operands: list[Axes]) -> Sequence[Axes]:
-        if (inside := through(equation, operands, rule, operator.or_, frozenset())) is not None:
+        # `reduce_from` and `gather_from` have the gradient of one loss that all ranks have, and here every rank has its own.
+        pair = equation.name.startswith("custom_vjp") and _ROWS not in frozenset[str]().union(*operands)
+        inside = None if pair else through(equation, operands, rule, operator.or_, frozenset())
+        if inside is not None:
             return inside
         axes = set(equation.op.mesh_axes) if rule_of(equation.name).kind == "collective" else set()
         made = frozenset[str]().union(*operands) - axes - {_LOST + axis for axis in axes}
