@@ -1,5 +1,7 @@
 """Blocks whose parameters are stacked for one loop, in pipelines: what is divided, what is refused, what users see."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,6 +46,11 @@ def by_number(split, x):
     for i in range(4):
         x = block_of(graph, jax.tree.map(lambda w, i=i: w[i], stack))(x)
     return x
+
+
+def by_scan(split, x):
+    graph, stack = split
+    return jax.lax.scan(lambda x, row: (block_of(graph, row)(x), None), x, stack)[0]
 
 
 def by_parts(split, x):
@@ -96,7 +103,7 @@ def test_any_loop_over_rows_is_divided_and_equals_plain_autodiff(loop):
 def test_a_stack_that_no_loop_reads_is_refused_by_name():
     pipe = ax.Pipeline(Loops(in_one), mesh_of(pipe=2), num_microbatches=2)
     with pytest.raises(
-        ValueError, match=r"'blocks' look like a stack of 4 blocks.* reads no row of them alone.*split="
+        ValueError, match=r"'blocks' look like a stack of 4 blocks.* alone; .* reduce_sum \(line .*split="
     ):
         pipe.value_and_grad(loss_of)(tokens(8))
 
@@ -125,6 +132,50 @@ def test_the_largest_stack_is_divided_where_there_are_too_few_blocks():
     assert assign(shapes_of(nested), 4).stages == (0, 1, 2, 3)
 
 
+@pytest.mark.parametrize(
+    ("shapes", "stages", "path"),
+    [
+        ({f"decoder/layers/{i}/{w}": (6, 2, 3) for i in range(4) for w in "qk"} | {"decoder/scale": (6,)}, 2, None),
+        ({f"blocks/0/experts/{w}": (4, 3, 3) for w in "ab"} | {f"blocks/{i}/w": (4, 4) for i in (0, 1)}, 2, None),
+        ({"blocks/fc1/kernel": (4, 6, 8), "blocks/fc2/kernel": (4, 8, 6), "blocks/norm/scale": (4, 6)}, 2, "blocks"),
+        ({"ScanRow_0/Dense_0/kernel": (4, 6, 6), "ScanRow_0/Dense_1/kernel": (4, 6, 6)}, 2, "ScanRow_0"),
+        ({"Dense_0/w": (5, 6), "ScanRow_0/Dense_0/w": (8, 6, 6), "Dense_1/w": (6, 3)}, 2, "ScanRow_0"),
+        ({"head1/w": (6, 3), "head2/w": (6, 3), "layers/w": (8, 6, 6)}, 2, "layers"),
+        ({"stem1/w": (60, 60), "stem2/w": (60, 60), "layers/w": (8, 6, 6)}, 2, None),
+    ],
+    ids=[
+        "a list of modules as wide",
+        "experts in a list",
+        "numbered layers in rows",
+        "a Linen loop",
+        "small layers around",
+        "heads",
+        "larger layers before",
+    ],
+)
+def test_what_is_a_list_is_no_stack_and_what_is_small_beside_a_stack_is_no_list(shapes, stages, path):
+    found = assign(shapes_of(shapes), stages).stack
+    assert (None if found is None else found.path) == path
+
+
+def test_several_stages_that_begin_in_one_loop_are_warned_of():
+    model = Loops(by_scan)
+    pipe = ax.Pipeline(model, mesh_of(pipe=2), num_microbatches=2, split=("blocks",))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # one stage begins there: the others are before and behind it
+        pipe.value_and_grad(loss_of)(tokens(8))
+    pipe = ax.Pipeline(Loops(by_scan), mesh_of(pipe=4), num_microbatches=2, split=("blocks", "blocks", "head"))
+    with pytest.warns(UserWarning, match=r"several stages begin in one loop \(line .*split='path/of/module'"):
+        pipe.value_and_grad(loss_of)(tokens(8))
+
+
+def test_a_row_has_the_types_of_its_modules():
+    types = {"layers": nnx.Module, "layers/up": nnx.Linear, "head": nnx.Linear}
+    assert Stack("layers", 2).row_types(types) == {
+        **types, "layers/0": nnx.Module, "layers/1": nnx.Module, "layers/0/up": nnx.Linear, "layers/1/up": nnx.Linear,
+    }  # fmt: skip
+
+
 def test_of_two_stacks_the_one_with_most_elements_is_divided_or_a_choice_asked_for():
     def of(rows):
         return shapes_of({"a/embed": (9, 4), "b/layers/w": (rows, 4, 4), "c/layers/w": (4, 4, 4), "d/w": (4, 9)})
@@ -147,7 +198,7 @@ def test_of_two_stacks_the_one_with_most_elements_is_divided_or_a_choice_asked_f
         ),
         (4, "layers", r"the 6 rows of the parameters of 'layers' do not divide into 4 stages"),
         (2, "nothing", r"split='nothing' names no module with parameters"),
-        (2, "norm/", r"names no module"),
+        (2, "norm/scale", r"names no module"),
         (2, "", r"names no module"),
     ],
 )

@@ -980,6 +980,11 @@ class PipelineConfig:
                 f"mesh.pipe={ranks} x pipeline.chunks={self.chunks} are {stages} stages for model.num_layers="
                 f"{model.num_layers} blocks: use fewer stages or more layers"
             )
+        elif model is not None and model.scan_layers and model.num_layers % stages:
+            yield (
+                f"mesh.pipe={ranks} x pipeline.chunks={self.chunks} are {stages} stages, which do not divide the "
+                f"model.num_layers={model.num_layers} blocks of one loop: set model.scan_layers=false"
+            )
         if plan.sync_strategy == "no_sync":
             yield f"plan.sync_strategy=no_sync trains a model per rank, but mesh.pipe={ranks} splits one model"
         try:

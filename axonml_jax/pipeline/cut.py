@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from axonml_jax.base import PyTree
+from axonml_jax.base import PyTree, warn
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.order import Saved
 from axonml_jax.compat.varying_types import varying_axes
@@ -68,13 +68,20 @@ def boundaries(
     """
     if begins is None:
         return _marks(work.program, num_stages)
-    found, missing, sizes = [0], [], _crossing(work)
+    found, missing, sizes, last = [0], [], _crossing(work), None
     for stage, weights in enumerate(begins, 1):
         wanted = set(weights)
         first = next((i for i, used in enumerate(work.weights) if used & wanted), None)
         if first is None:
             missing.append(f"stage {stage} ({', '.join(weight_names[i] for i in weights[:3])})")
             continue
+        equation = work.program.equations[work.positions[first]]
+        if first == last and equation.op.scan is not None:
+            warn(
+                f"several stages begin in one loop ({equation.op.line or 'no line known'}), which is not cut, so that stages "
+                "are empty: if it runs over blocks whose parameters are stacked, name their module (split='path/of/module')"
+            )
+        last = first
         before = max((i for i in range(first) if work.weights[i]), default=-1)
         best = min(range(before + 1, first + 1), key=lambda i: (sizes[i], -i))
         found.append(max(work.positions[best], found[-1]))

@@ -74,6 +74,14 @@ class Stack(NamedTuple):
         """
         return f"{self.path}/{row}/{name.removeprefix(self.path + '/')}"
 
+    def row_types(self, types: Mapping[str, type]) -> dict[str, type]:
+        """The types of modules by their paths, with those of every row beside the stack's."""
+        found = dict(types)
+        for path, kind in types.items():
+            if path == self.path or path.startswith(f"{self.path}/"):
+                found |= {f"{self.path}/{row}{path.removeprefix(self.path)}": kind for row in range(self.rows)}
+        return found
+
 
 @dataclass(frozen=True)
 class Assignment:
@@ -191,38 +199,57 @@ def _between_blocks(shapes: Mapping[str, Any], num_stages: int, order: Order) ->
 def _stack_of(shapes: Mapping[str, Any], num_stages: int, split: str | Sequence[str] | None) -> Stack | None:
     """The stack whose rows are divided over the stages; None: stages begin at modules."""
     if isinstance(split, str):
-        return _stack_at(shapes, split, num_stages)
+        return _stack_at(shapes, split.rstrip("/"), num_stages)
     if split is not None or num_stages == 1:
         return None
     stacks = _stacks(shapes)
     stack = max(stacks, key=stacks.__getitem__, default=None)
     if stack is None or stack.rows % num_stages or 2 * stacks[stack] <= sum(stacks.values()):
         return None
-    blocks = [path for path in units(list(shapes), None, {}) if not path.startswith(stack.path + "/")]
-    return stack if len(blocks) < num_stages else None
+    return stack if _blocks_beside(shapes, stack, stacks[stack] / num_stages) < num_stages else None
+
+
+def _blocks_beside(shapes: Mapping[str, Any], stack: Stack, share: float) -> int:
+    """How many numbered modules speak for a list of blocks, and against a stack that is only guessed.
+
+    Outside of it those that are no smaller than a stage's `share` of it (elements); inside of it, where a dim that all have in
+    common may be the width of a list's blocks, those with a sibling of the same shapes that are no vectors or matrices.
+    """
+    names, below = list(shapes), stack.path + "/"
+    found, outside, alike = units(names, None, {}), 0, Counter[tuple]()
+    for path, leaves in found.items():
+        each = [tuple(shapes[names[i]].shape) for i in leaves]
+        if not path.startswith(below):
+            outside += sum(map(math.prod, each)) >= share
+        elif not _is_scan(stack.path) and max(map(len, each)) > 2:
+            alike[path.rstrip("0123456789"), *each] += 1
+    return outside + sum(count for count in alike.values() if count > 1)
+
+
+def _is_scan(path: str) -> bool:
+    """Whether a module has the name that `nn.scan` gives."""
+    return path.rpartition("/")[2].startswith("Scan")
 
 
 def _stacks(shapes: Mapping[str, Any]) -> dict[Stack, int]:
     """The modules whose parameters look like stacks of blocks, and how many elements they have.
 
-    All of a stack's parameters have one size of dim 0, and some are matrices besides. Modules that are numbered may look so
-    too, and are a list.
+    All of a stack's parameters have one size of dim 0, and some are matrices besides. A list of modules, which are numbered,
+    may look so too; what lies within one of them is not looked at.
     """
     within: dict[str, list[str]] = {}
     for name in shapes:
         for path in _above(name):
             within.setdefault(path, []).append(name)
-    numbered = Counter[str]()
-    for block, leaves in units(list(shapes), None, {}).items():
+    blocks, numbered = units(list(shapes), None, {}), Counter[str]()
+    for block, leaves in blocks.items():
         numbered.update(dict.fromkeys(_above(block), len(leaves)))
     found: dict[str, int] = {}
     for path, names in within.items():  # outer modules come before those in them
         each = [tuple(shapes[name].shape) for name in names]
-        is_list = numbered[path] == len(names) and not path.rpartition("/")[2].startswith(
-            "Scan"
-        )  # as `nn.scan` calls it
+        listed = numbered[path] == len(names) or not blocks.keys().isdisjoint((*_above(path), path))
         alike = len({shape[:1] for shape in each}) == 1 and max(map(len, each)) > 2
-        if alike and not is_list and found.keys().isdisjoint(_above(path)):
+        if alike and (_is_scan(path) or not listed) and found.keys().isdisjoint(_above(path)):
             found[path] = sum(map(math.prod, each))
     return {Stack(path, shapes[within[path][0]].shape[0]): size for path, size in found.items()}
 
@@ -1432,18 +1459,19 @@ def stage_assigner(model: Any, view: Functional, policy: Pipelined) -> Callable[
         known = order is not None and all(name in order for name in shapes)
         found = assign(shapes, num_stages, split=policy.split, order=order if known else None)
         if not known and policy.split is None and num_stages > 1:
-            _warn_of_names([name for name, stage in zip(shapes, found.stages, strict=True) if stage is not None])
+            loose = [name for name, stage in zip(shapes, found.stages, strict=True) if stage is not None]
+            _warn_of_names(loose, kinds=2 if found.stack is None else 1)
         return found
 
     return assigned
 
 
-def _warn_of_names(names: Sequence[str]) -> None:
-    """Warns where blocks of several kinds are ordered by their names alone."""
-    kinds = dict.fromkeys(path.rstrip("0123456789") for path in units(names, None, {}))
-    if len(kinds) > 1:
+def _warn_of_names(names: Sequence[str], kinds: int) -> None:
+    """Warns where blocks of so many kinds, or more, are ordered by their names alone."""
+    found = dict.fromkeys(path.rstrip("0123456789") for path in units(names, None, {}))
+    if len(found) >= kinds:
         warn(
-            f"stages follow the names of {', '.join(f'{kind}*' for kind in kinds)}: the order in which these are called is "
+            f"stages follow the names of {', '.join(f'{kind}*' for kind in found)}: the order in which these are called is "
             "unknown, because jax.jit and jax.tree.map sort parameters. What a stage reads of another stage is sent in "
             "every step. Give params= what module.init returned, or a function that calls it (params=lambda: module.init(key, "
             "example)), or say where stages begin (split=)",

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.base import PyTree
-from axonml_jax.compat.jaxpr import trace
+from axonml_jax.compat.jaxpr import Operation, trace
 from axonml_jax.pipeline.pack import Stack, Weight
 from axonml_jax.program.program import Equation, is_constant, is_elementwise, read_program, run_program
 
@@ -63,9 +63,11 @@ class _Unrolling:
 
     Attributes:
       looped: whether anything read a stack row by row.
+      joined: the first operation that read one as a whole; None: there was none.
     """
 
     looped: bool = False
+    joined: Operation | None = None
 
     def __call__(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
         """The results of an equation that reads `Rows`; None: of others, which are run as they are."""
@@ -80,6 +82,7 @@ class _Unrolling:
             return self._by_row(equation, operands, rows)
         if (row := self._one_row(equation, operands)) is not None:
             return [row]
+        self.joined = self.joined or equation.op
         return equation.op.bind([_whole(value) for value in operands])
 
     def _scan(self, equation: Equation, operands: list[Any]) -> list[Any]:
@@ -123,7 +126,7 @@ class _Unrolling:
             return None
         if equation.name == "squeeze" and tuple(options["dimensions"]) == (0,):
             return value.row(0)
-        ((length, *sizes),) = [equation.op.given[0].shape]
+        length, *sizes = equation.op.given[0].shape
         if equation.name == "slice":
             starts, limits, strides = (options[key] for key in ("start_indices", "limit_indices", "strides"))
             whole = tuple(starts[1:]) == (0,) * len(sizes) and tuple(limits[1:]) == tuple(sizes) and not strides
@@ -135,8 +138,10 @@ class _Unrolling:
             limit = start + options["slice_sizes"][0]
         else:
             return None
-        self.looped |= value.of_blocks
-        return Rows(limit - start, lambda row: value.row(start + row), of_blocks=value.of_blocks) if whole else None
+        if not whole:
+            return None
+        self.looped |= value.of_blocks and limit - start < length
+        return Rows(limit - start, lambda row: value.row(start + row), of_blocks=value.of_blocks)
 
 
 def _row(value: Any, row: int) -> Any:
@@ -172,10 +177,13 @@ def unrolled(
     unrolling, program = _Unrolling(), read_program(traced.jaxpr)
     out = run_program(program, values, unrolling)
     if not unrolling.looped:
+        op = unrolling.joined
+        first = "" if op is None else f"; the first to read them together is {op.name} ({op.line or 'no line known'})"
         raise ValueError(
             f"the parameters of {stack.path!r} look like a stack of {stack.rows} blocks, whose rows a pipeline divides over "
-            "its stages, but the loss reads no row of them alone: it must loop over them by nnx.scan, nn.scan, jax.lax.scan "
-            "or in Python. If they are none, say where stages begin with split=('path/of/module', ...)"
+            f"its stages, but the loss reads no row of them alone{first}. Loop over them by nnx.scan, nn.scan, jax.lax.scan or "
+            "in Python, with nothing but elementwise operations before; jax.checkpoint belongs into the loop. If they are no "
+            "stack, say where stages begin with split=('path/of/module', ...)"
         )
     results_tree, _ = traced.out_tree.children()
     count = results_tree.num_leaves

@@ -46,7 +46,9 @@ class ByStage(GradientEngine):
         if staging is None or remat is None:
             return {}
         wrap = next((each.wrap for each in self.placement.strategies.values() if each.wrap is not None), None)
-        return units([weight.name for weight in staging.weights], wrap, self.objective.model.module_types())
+        types = self.objective.model.module_types()
+        types = types if staging.stack is None else staging.stack.row_types(types)
+        return units([weight.name for weight in staging.weights], wrap, types)
 
 
 def pipelined_loss(
