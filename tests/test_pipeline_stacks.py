@@ -136,7 +136,7 @@ def test_the_largest_stack_is_divided_where_there_are_too_few_blocks():
     ("shapes", "stages", "path"),
     [
         ({f"decoder/layers/{i}/{w}": (6, 2, 3) for i in range(4) for w in "qk"} | {"decoder/scale": (6,)}, 2, None),
-        ({f"blocks/0/experts/{w}": (4, 3, 3) for w in "ab"} | {f"blocks/{i}/w": (4, 4) for i in (0, 1)}, 2, None),
+        ({f"blocks/{i}/experts/{w}": (4, 3, 3) for i in (0, 1) for w in "ab"} | {"norm/scale": (4,)}, 2, None),
         ({"blocks/fc1/kernel": (4, 6, 8), "blocks/fc2/kernel": (4, 8, 6), "blocks/norm/scale": (4, 6)}, 2, "blocks"),
         ({"ScanRow_0/Dense_0/kernel": (4, 6, 6), "ScanRow_0/Dense_1/kernel": (4, 6, 6)}, 2, "ScanRow_0"),
         ({"Dense_0/w": (5, 6), "ScanRow_0/Dense_0/w": (8, 6, 6), "Dense_1/w": (6, 3)}, 2, "ScanRow_0"),

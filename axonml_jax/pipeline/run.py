@@ -371,8 +371,20 @@ class Running:
         """The buffers of the stages' parameters during the step."""
         counts = Counter(i for leaves in self.held for i in leaves)
         shared = {i: self.staging.weights[i].name for i, count in counts.items() if count > 1}
-        trees = [[self._stored(i, shared.get(i)) for i in leaves] for leaves in self.held]
-        return StageBuffers.of(trees, self.staging.num_ranks)
+        stored = [[self._stored(i, shared.get(i)) for i in leaves] for leaves in self.held]
+        made = StageBuffers.of(stored, self.staging.num_ranks)
+        return made if shared or self.staging.stack is None else self._where_they_rest(made)
+
+    def _where_they_rest(self, made: StageBuffers) -> StageBuffers:
+        """The same buffers with every weight where it rests, if none is cast, gathered or copied: then nothing is moved."""
+        rests = [self.staging.slots(rank) for rank in range(made.num_ranks)]
+        packings = []
+        for stage, (leaves, packing) in enumerate(zip(self.held, made.packings, strict=True)):
+            slots = [rests[stage % made.num_ranks][i] for i in leaves]
+            if any(a != b._replace(offset=a.offset) for a, b in zip(slots, packing.slots, strict=True)):
+                return made
+            packings.append(Packing(tuple(slots)))
+        return replace(made, packings=tuple(packings))
 
     def read(self, params: Named, frozen: Named) -> Buffers:
         """Reads the parameters of this rank's stages from its resting buffers.
