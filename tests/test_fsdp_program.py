@@ -10,7 +10,8 @@ import optax
 import pytest
 from flax import nnx
 from meshes import mesh_of
-from plan_models import CASES
+from pipeline_models import Language
+from plan_models import CASES, tokens
 
 import axonml_jax as ax
 from axonml_jax.ledger.compiled import agreement, collectives_in_lowered
@@ -220,3 +221,9 @@ def test_a_model_made_by_a_function_is_never_whole_on_any_device():
     ):
         assert jnp.array_equal(leaf, made), path
         assert made.addressable_shards[0].data.size == leaf.size // RANKS
+
+
+def test_a_single_number_among_sharded_parameters_is_explained():
+    model = ax.FSDP(Language(2, nnx.Rngs(0)), mesh_of(fsdp=2))
+    trainer = model.trainer(optax.sgd(0.1), lambda model, batch: jnp.mean(model(batch["x"])))
+    assert "all_gather" in str(ax.explain(trainer, tokens(8)))

@@ -896,7 +896,8 @@ def _look_at(trainer: Trainer, norm: jax.Array, batch: PyTree) -> None:
 
 def _tell_halted(before: jax.Array | None, now: jax.Array | None, limit: int | None) -> jax.Array | None:
     """Warn when the step before halted the training; returns what to give the next time. It waits for no step."""
-    if now is None or limit is None or before is None or not before.is_ready():
+    ready = before is not None and before.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+    if now is None or limit is None or before is None or not ready:
         return now
     in_a_row = max(int(np.max(shard.data)) for shard in before.addressable_shards)
     if in_a_row >= limit:
