@@ -386,3 +386,11 @@ def test_options_have_one_name_and_the_others_are_taken(tmp_path):
         read_config("train", [str(path)])
     known = {key for key, *_ in settings()}
     assert all(ours in known and other not in known for other, ours in SAME_KEYS.items())
+
+
+def test_blocks_of_one_loop_that_do_not_divide_over_the_stages_are_refused(write):
+    model = MODEL | {"scan_layers": True, "num_layers": 3}
+    said = refusal(write({"model": model, "mesh": {"data": 1, "pipe": 2}}))
+    assert (
+        "2 stages, which do not divide the model.num_layers=3 blocks of one loop: set model.scan_layers=false" in said
+    )

@@ -293,10 +293,10 @@ def _rows_in_words(stack: Stack) -> str:
 def _by_rows(shapes: Mapping[str, Any], stack: Stack, num_stages: int, order: Order | None) -> Assignment:
     """Divides the rows of a stack evenly; what comes before it is on the first stage, and all else on the last."""
     names = list(shapes)
-    stacked = [name for name in names if name.startswith(stack.path + "/")]
-    first = None if order is None else min(order[name] for name in stacked)
+    inside = lambda name: stack.holds(name, tuple(shapes[name].shape))
+    first = None if order is None else min(order[name] for name in names if inside(name))
     before = lambda name: bool(_LOOKED_UP.search(name)) if order is None or first is None else order[name] < first
-    stage = lambda name: None if name in stacked else 0 if before(name) else num_stages - 1
+    stage = lambda name: None if inside(name) else 0 if before(name) else num_stages - 1
     return Assignment(tuple(map(stage, names)), None, stack)
 
 
