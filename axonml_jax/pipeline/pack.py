@@ -200,7 +200,7 @@ def _stack_of(shapes: Mapping[str, Any], num_stages: int, split: str | Sequence[
     """The stack whose rows are divided over the stages; None: stages begin at modules."""
     if isinstance(split, str):
         return _stack_at(shapes, split.rstrip("/"), num_stages)
-    if split is not None or num_stages == 1:
+    if split is not None or num_stages == 1 or max([len(leaf.shape) for leaf in shapes.values()], default=0) < 3:
         return None
     stacks = _stacks(shapes)
     stack = max(stacks, key=stacks.__getitem__, default=None)
@@ -1105,7 +1105,7 @@ class StageStore:
         """A leaf as one rank holds it."""
         layout = self.layouts[leaf]
         number, rows = self.numbers[leaf] if self.numbers else 0, self.stages[leaf] is None
-        axes = tuple(axis for axis in layout.axes if axis != AXIS)
+        axes = tuple(axis for axis in layout.axes if axis != AXIS) if rows else layout.axes
         return Stored(layout.shard, layout.dtype, axes, self.frozen, number=number, rows=rows)
 
     @cached_property
@@ -1119,7 +1119,7 @@ class StageStore:
 
     def leaves_of_rank(self, rank: int) -> list[int]:
         """The leaves that live on a rank."""
-        return [i for i in range(len(self.stages)) if self.rank_of(i) in (None, rank)]
+        return [i for i, stage in enumerate(self.stages) if stage is None or stage % self.num_ranks == rank]
 
     def rank_of(self, leaf: int) -> int | None:
         """The rank of a leaf; None: it is a stack, of which every rank has a part."""

@@ -1106,7 +1106,7 @@ def seen_shard(shard: jax.Array, layout: Layout) -> jax.Array:
 
 def stored_shard(seen: Any, layout: Layout) -> Any:
     """The inverse of `seen_shard`."""
-    return jnp.reshape(seen, layout.shard) if len(layout.shape) < len(layout.shard) else seen
+    return jnp.reshape(seen, layout.shard) if len(layout.shape) < len(layout.stored) else seen
 
 
 def _stored_anew(seen: Any, layout: Layout) -> Any:
