@@ -860,7 +860,7 @@ def _cut(model: TransformerConfig, pipe: int, chunks: int, remat: str, length: i
       The slowest stages' share of all work, the longest stage's blocks, the routers passed on; then the blocks of the first
       rank, of the fullest between, and of the last; then how many of these have experts.
     """
-    decoder: Any = model
+    decoder: Any = replace(model, scan_layers=False)  # as `Candidate.model` has it, whose blocks are divided by cost
     policy = Pipelined(schedule=PipelineSchedule.INTERLEAVED_ONE_F_ONE_B, num_microbatches=pipe, chunks=chunks)
     if chunks == 1:
         policy = Pipelined(num_microbatches=pipe)
