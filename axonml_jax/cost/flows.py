@@ -956,20 +956,21 @@ def _router(layers: Layers, experts: RoutedExperts) -> Iterator[Flow]:
 
 
 def _counts(layers: Layers) -> Iterator[Flow]:
-    """Yield the sums of counts for a selection bias, of all blocks, because every pipeline rank keeps all state."""
+    """Yield the sums of counts for a selection bias, and the bias's maxima, of all blocks: every pipeline rank keeps all state.
+
+    A maximum travels as integers (`extreme_along`).
+    """
     own = layers.config.experts
     if own is None or own.router != "sigmoid" or not own.bias_rate:
         return
     roles = {axis: role for axis, role in layers.run.roles.items() if role.reduces != "never"}
     axes, blocks = splitting(roles, "rows", "positions"), sum(expert_blocks(layers.config))
-    over = {"float32": [axes], "int32": [axes, *([(AXIS,)] if layers.run.pipelined else [])]}
     launches = 1 if layers.config.scan_layers else blocks
-    for dtype, each in over.items():
-        for names in each:
-            yield Flow(
-                label=BUFFERS, kind=SUM, axes=names, group_size=math.prod(layers.degrees[name] for name in names),
-                dtype=dtype, itemsize=4, elements=blocks * own.num_experts, launches=launches, where=ONCE,
-            )  # fmt: skip
+    for names in (axes, axes, *([(AXIS,)] if layers.run.pipelined else [])):
+        yield Flow(
+            label=BUFFERS, kind=SUM, axes=names, group_size=math.prod(layers.degrees[name] for name in names),
+            dtype="int32", itemsize=4, elements=blocks * own.num_experts, launches=launches, where=ONCE,
+        )  # fmt: skip
 
 
 def router_metrics(config: DecoderLike) -> int:
