@@ -77,6 +77,7 @@ def total(model, batch):
     return ax.WeightedMean(model(batch["x"]).sum(), jnp.float32(len(batch["x"])))
 
 
+@pytest.mark.filterwarnings("ignore:gradients of 512 microbatches are summed in bfloat16")
 @pytest.mark.parametrize("name", ["ddp", "after the backward", "zero1", "zero2", "zero3", "hybrid", "pipeline"])
 @pytest.mark.parametrize(("precision", "wanted"), [("bf16", 1.0), ("bf16-reduce", 0.5)])
 def test_what_accumulates_is_not_rounded_by_the_number_of_microbatches(name, precision, wanted):
