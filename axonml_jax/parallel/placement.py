@@ -909,8 +909,6 @@ def _assigned(plan: Plan, degrees: Mapping[str, int], variables: Variables, assi
 
     assert plan.pipe is not None
     plan.pipe.timetable(degrees[STAGES], plan.microbatches)  # refuses what the schedule does not take
-    shapes, count = (
-        named_leaves(variables.params) | named_leaves(variables.frozen),
-        plan.pipe.num_stages(degrees[STAGES]),
-    )
+    shapes = named_leaves(variables.params) | named_leaves(variables.frozen)
+    count = plan.pipe.num_stages(degrees[STAGES])
     return by_names(shapes, count, split=plan.pipe.split) if assign is None else assign(shapes, count)

@@ -360,9 +360,8 @@ class Running:
     @cached_property
     def held(self) -> list[list[int]]:
         """The weights (positions) of every stage: those that live on it and those that it reads."""
-        weights = enumerate(self.staging.weights)
         own: list[set[int]] = [set() for _ in self.pieces]
-        for i, weight in weights:
+        for i, weight in enumerate(self.staging.weights):
             own[weight.stage].add(i)
         return [sorted(leaves.union(piece.weights)) for leaves, piece in zip(own, self.pieces, strict=True)]
 
@@ -513,8 +512,9 @@ class Running:
         """
         sizes, found = self.staging.params.buffers.sizes, {}
         for rank in range(self.staging.num_ranks):
+            resting = self.staging.slots(rank)
             for leaf, slot in self._slots(rank).items():
-                rests = slot if slot.group.frozen else self.staging.slots(rank).get(leaf)
+                rests = slot if slot.group.frozen else resting.get(leaf)
                 if rests is None or slot != rests._replace(group=slot.group):
                     return None
                 if not slot.group.frozen and found.setdefault(slot.group, rests.group) != rests.group:

@@ -74,9 +74,8 @@ class Layout:
 
     def divided(self, counts: Sequence[int]) -> "Layout":
         """The layout of one of the equal parts into which each dim is divided."""
-        parts = lambda sizes: tuple(
-            size // count for size, count in zip(sizes, counts, strict=False)
-        )  # scalars rest with a dim
+        # A scalar rests with a dim that its shape has not.
+        parts = lambda sizes: tuple(size // count for size, count in zip(sizes, counts, strict=False))
         return replace(self, shape=parts(self.shape), stored=parts(self.stored), automatic=PartitionSpec())
 
     @property

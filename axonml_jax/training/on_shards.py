@@ -452,9 +452,8 @@ def within(x: jax.Array, layout: Layout, empty: jax.Array | None = None) -> jax.
         return x
     empty = jnp.zeros((), x.dtype) if empty is None else empty
     for dim, more in enumerate(layout.stored):
-        size = (
-            layout.shape[dim] if dim < len(layout.shape) else 1
-        )  # a scalar rests as one element per rank: the first is meant
+        # A scalar rests as one element per rank, of which the first is meant.
+        size = layout.shape[dim] if dim < len(layout.shape) else 1
         if more > size:
             start = axis_index(layout.axes_of(dim)) * layout.shard[dim]
             place = jax.lax.broadcasted_iota(jnp.int32, x.shape, dim) if dim < x.ndim else 0
@@ -649,9 +648,8 @@ class UpdateSteps:
     def may_gather(self, op: Operation, given: Sequence[Value]) -> bool:
         """Whether an operation reads one parameter alone, so that the rank that gathers it may run it on the full array."""
         owners = {value.owner for value in given if value.owner is not None}
-        if any(
-            AXIS in self.layouts[owner].axes for owner in owners
-        ):  # a stack: stages have rows in an order of their own
+        # Of a stack along a pipeline stages have rows in an order of their own.
+        if any(AXIS in self.layouts[owner].axes for owner in owners):
             return False
         return len(owners) == 1 and not op.acts and not any(map(self.is_local, given))
 
