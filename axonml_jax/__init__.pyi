@@ -104,7 +104,7 @@ from axonml_jax.model.safetensors import save_safetensors as save_safetensors
 from axonml_jax.parallel.context import Context as Context
 from axonml_jax.parallel.plan import CPUOffload as CPUOffload
 from axonml_jax.parallel.plan import Plan as Plan
-from axonml_jax.pipeline.pack import PipelineStage as PipelineStage
+from axonml_jax.pipeline.assign import PipelineStage as PipelineStage
 from axonml_jax.pipeline.schedules import Pipelined as Pipelined
 from axonml_jax.pipeline.schedules import PipelineSchedule as PipelineSchedule
 from axonml_jax.pipeline.simulate import PipelineMemoryStats as PipelineMemoryStats

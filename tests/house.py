@@ -23,7 +23,7 @@ CPU_PASSES = re.compile(r"on_cpu|cpu_passes|collective_order|kernel_gradients")
 """Files of passes that only XLA:CPU needs: a step on other devices does not enter them."""
 
 CAPABILITIES = re.compile(
-    r"lora|adapt|float8|fp8|diloco|(^|[/_])round|feedback|left_out|offload|streamed|context|expert|pipeline|staged|whole|partition"
+    r"lora|adapt|float8|fp8|diloco|(^|[/_])round|feedback|left_out|offload|streamed|context|expert|pipeline|executor|staged|whole|partition"
     r"|nonfinite|guard|loss_scale|moving_average|batch_norm|rematerial|remat\b|spikes"
 )
 """Files of capabilities that a plain step does not ask for."""

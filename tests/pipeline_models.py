@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 from plan_models import F64, linear, mean_loss, regression, token_loss, tokens
 
-from axonml_jax.pipeline.pack import Chain, LinenChain, join_variables
+from axonml_jax.pipeline.assign import Chain, LinenChain, join_variables
 
 
 class Hidden(nnx.Module):

@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from axonml_jax.collectives.primitives import axis_index, sum_over, vary
-from axonml_jax.pipeline.cut import Stage, StageOutput
+from axonml_jax.executor.cut import Stage, StageOutput
+from axonml_jax.executor.run import run_pipeline
 from axonml_jax.pipeline.pack import StageBuffers, Stored
-from axonml_jax.pipeline.run import run_pipeline
 from axonml_jax.pipeline.schedules import make_schedule, make_timetable
 
 ROWS, LENGTH, VOCABULARY = 2, 3, 7

@@ -37,11 +37,7 @@ FLOORS: dict[int, tuple[str, ...]] = {
         "ledger",
     ),
     7: ("cost",),
-    6: (
-        "pipeline.cut",
-        "pipeline.keep",
-        "pipeline.run",
-    ),
+    6: ("executor",),
     5: ("parallel",),
     4: (
         "layers",
@@ -90,10 +86,9 @@ def dotted(path: Path) -> str:
 
 
 def room_of(name: str) -> str | None:
-    """What stands on a floor of a dotted module name, a folder or a room; None for the package itself."""
+    """The folder of a dotted module name, or a file beside them; None for the package itself."""
     parts = name.split(".")[1:]
-    whole = ".".join(parts[:2])
-    return whole if whole in FLOOR_OF else parts[0] if parts else None
+    return parts[0] if parts else None
 
 
 @functools.cache
@@ -135,8 +130,7 @@ def test_imports_only_go_down_the_floors():
         here = room_of(dotted(path))
         for name, line in imports(path) if here else ():
             there = room_of(name)
-            same_folder = there is not None and there.split(".")[0] == here.split(".")[0]
-            if there == here or (same_folder and FLOOR_OF[there] == FLOOR_OF[here]):
+            if there == here:
                 continue
             if there is None:
                 wrong.append(f"{label(path)}:{line} imports the package itself; import the room")
@@ -160,8 +154,8 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def named(drawn: str) -> str:
-    """A folder or a room by the name in `FLOORS`, as it is drawn."""
-    return drawn.rstrip("/").removesuffix(".py").replace("/", ".")
+    """A folder or a file by the name in `FLOORS`, as it is drawn."""
+    return drawn.rstrip("/").removesuffix(".py")
 
 
 def test_the_drawing_agrees_with_the_floors():
@@ -245,9 +239,9 @@ def test_no_file_is_named_after_nothing():
 
 
 CEILINGS = {
-    "files with more than five lines of code": 195,
+    "files with more than five lines of code": 201,
     "lines of code": 59_000,
-    "arrows between files": 1_390,
+    "arrows between files": 1_420,
     "methods of the widest class": 29,
     "modules that `ax.DDP` imports": 46,
     "calls of trainer(), DDP": 1_258,
@@ -255,7 +249,7 @@ CEILINGS = {
     "calls of trainer(), a pipeline": 4_050,
     "files of a first step, DDP": 42,
     "files of a first step, FSDP": 44,
-    "files of a first step, a pipeline": 51,
+    "files of a first step, a pipeline": 56,
     "frames between Trainer.step and the loss": 26,
     "files of other capabilities in a DDP step": 1,
 }
@@ -264,7 +258,8 @@ cent above what they were on 2026-11-29, so that a fix needs no leave; none may 
 kernels for GPUs brought four rooms, engines another three, the user's own mesh one, memory as a number four, gradients of
 layers of one's own and numbers that a model makes one each; and the objective of a step, which stood in a file of six
 ideas, has one of its own; rows that a model's own code mixes are looked for in one (and a walk) more; results without
-positions and numbers of rows in one more, and sixty refusals of a reading of the whole."""
+positions and numbers of rows in one more, and sixty refusals of a reading of the whole. Two files of a pipeline had grown
+to 1,500 lines and a dozen ideas: they are eight rooms of 130 to 550 lines, and its executor is a folder of its own."""
 
 
 @pytest.mark.slow  # the same on both ends

@@ -14,8 +14,8 @@ from meshes import mesh_of
 
 import axonml_jax as ax
 from axonml_jax.compat.jaxpr import trace
+from axonml_jax.executor.pieces import ReplicatedBatch
 from axonml_jax.ledger.compiled import collectives_in_compiled
-from axonml_jax.pipeline.run import ReplicatedBatch
 from axonml_jax.program.program import read_program, run
 from axonml_jax.program.values import mapped_dim
 from axonml_jax.testing.equality import assert_equals_single_device

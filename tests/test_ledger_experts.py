@@ -20,7 +20,7 @@ from axonml_jax.ledger.count import collectives_in
 from axonml_jax.ledger.predict import difference, memory_difference
 from axonml_jax.models.config import ExpertsConfig, preset
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.pipeline.pack import assign
+from axonml_jax.pipeline.assign import assign
 
 SCAN, SEQUENCE, FULL = {"scan_layers": True}, {"sequence_parallel": True}, {"remat": "full"}
 PIPE = ax.Pipelined(num_microbatches=4)

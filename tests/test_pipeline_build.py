@@ -12,9 +12,9 @@ from plan_models import linear, mean_loss, regression
 
 import axonml_jax as ax
 from axonml_jax.compat.jaxpr import trace
-from axonml_jax.pipeline.cut import TracedStage
-from axonml_jax.pipeline.pack import assign
-from axonml_jax.pipeline.run import alike, one_of
+from axonml_jax.executor.cut import TracedStage
+from axonml_jax.pipeline.assign import assign
+from axonml_jax.pipeline.branches import alike, one_of
 from axonml_jax.program.program import Program, no_calls, read_program
 from axonml_jax.sharding.layout import Layout
 from axonml_jax.training.on_shards import Mixing, read_update

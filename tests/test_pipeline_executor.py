@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec as P
 from pipeline_runs import VOCABULARY, Case, Outcome, batch_of, layouts, run, unsplit, width
 
 from axonml_jax.collectives.primitives import vary
-from axonml_jax.pipeline import run as executor
-from axonml_jax.pipeline import run as tick
-from axonml_jax.pipeline.cut import Stage, StageOutput
+from axonml_jax.executor import run as executor
+from axonml_jax.executor import tick
+from axonml_jax.executor.cut import Stage, StageOutput
 from axonml_jax.pipeline.pack import StageBuffers, Stored
 from axonml_jax.pipeline.schedules import make_schedule
 from axonml_jax.testing.equality import assert_trees_close

@@ -15,7 +15,7 @@ from axonml_jax.cli.tasks import loss_fn as text_loss
 from axonml_jax.ledger.count import collectives_in
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.pipeline.pack import LinenChain
+from axonml_jax.pipeline.assign import LinenChain
 from axonml_jax.testing.equality import assert_equals_single_device, assert_trees_close
 from axonml_jax.training.run_state import abstract_state
 

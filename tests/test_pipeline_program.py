@@ -14,12 +14,12 @@ from jax.sharding import PartitionSpec as P
 from axonml_jax.collectives.gradients import copy_to, reduce_from
 from axonml_jax.collectives.primitives import gather_whole, scatter_sum, sum_over, vary
 from axonml_jax.compat.versions import BRANCHES_WRITE_IN_PLACE
+from axonml_jax.executor.cut import Inputs, Stage, StageOutput, TracedForward, TracedStage, trace_stage
+from axonml_jax.executor.run import run_pipeline
 from axonml_jax.ledger.compiled import collectives_in_compiled
 from axonml_jax.ledger.count import collectives_in
 from axonml_jax.parallel.units import transform_of
-from axonml_jax.pipeline.cut import Inputs, Stage, StageOutput, TracedForward, TracedStage, trace_stage
 from axonml_jax.pipeline.pack import StageBuffers, Stored
-from axonml_jax.pipeline.run import run_pipeline
 from axonml_jax.pipeline.schedules import make_schedule, make_timetable
 
 pytestmark = pytest.mark.usefixtures("compiled_for_users")

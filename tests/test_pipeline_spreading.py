@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from meshes import mesh_of
 
 import axonml_jax as ax
-from axonml_jax.pipeline.pack import Spread, StageStore
+from axonml_jax.pipeline.store import Spread, StageStore
 from axonml_jax.sharding.layout import Layout
 
 WIDTH, VOCABULARY = 8, 13

@@ -15,7 +15,7 @@ from predicted_steps import LLAMA, config
 
 import axonml_jax as ax
 from axonml_jax.models.transformer import Transformer
-from axonml_jax.pipeline.pack import Stack, assign
+from axonml_jax.pipeline.assign import Stack, assign
 from axonml_jax.testing.equality import assert_trees_close
 
 

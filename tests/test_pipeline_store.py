@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 import axonml_jax as ax
-from axonml_jax.pipeline.pack import StageStore
+from axonml_jax.pipeline.store import StageStore
 from axonml_jax.sharding.layout import Layout
 
 SHAPES = [(4, 3), (5,), (2, 2), (7,), (3,)]

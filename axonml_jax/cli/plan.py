@@ -53,7 +53,7 @@ from axonml_jax.model.view import Functional, Variables, functionalize
 from axonml_jax.models.config import PRESETS, TransformerConfig, preset
 from axonml_jax.parallel.placement import Placement, bind_plan, check_model
 from axonml_jax.parallel.plan import Plan
-from axonml_jax.pipeline.pack import stage_assigner
+from axonml_jax.pipeline.assign import stage_assigner
 from axonml_jax.planner.hardware import SEARCHED, Assumptions, Hardware, SaveAssumptions, hardware
 from axonml_jax.planner.price import Timeline, price, timeline
 from axonml_jax.planner.search import Answer, Candidate, draw, saving_of

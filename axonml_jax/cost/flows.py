@@ -44,7 +44,7 @@ from axonml_jax.layers.dispatch import RAGGED_PRODUCTS, SLACK, capacity_of
 from axonml_jax.layers.experts import MOST_LOADS
 from axonml_jax.layers.pieces import BLOCK, LARGEST_PIECE, block_for
 from axonml_jax.parallel.plan import Plan
-from axonml_jax.pipeline.pack import balanced
+from axonml_jax.pipeline.assign import balanced
 from axonml_jax.pipeline.schedules import AXIS, Pipelined
 from axonml_jax.pipeline.simulate import simulate
 from axonml_jax.pipeline.timetable import StageCosts, Timetable

@@ -589,7 +589,7 @@ class Pipeline(ParallelModel):
         draws: Literal["shards", "rows"] = "shards",
         seed: int = 0,
     ):
-        from axonml_jax.pipeline.pack import Chain, LinenChain
+        from axonml_jax.pipeline.assign import Chain, LinenChain
         from axonml_jax.pipeline.schedules import Pipelined, PipelineSchedule
 
         mesh = _pipe_mesh(mesh)
@@ -696,7 +696,7 @@ def _pipe_mesh(given: Any) -> Mesh:
 
 def _chain(given: Sequence[Any], params: Any, num_ranks: int) -> tuple[Any, Any]:
     """One model from modules given one by one, and its variables."""
-    from axonml_jax.pipeline.pack import Chain, LinenChain, PipelineStage, join_variables
+    from axonml_jax.pipeline.assign import Chain, LinenChain, PipelineStage, join_variables
 
     stages = [each if isinstance(each, PipelineStage) else None for each in given]
     if any(stages) and not all(stages):

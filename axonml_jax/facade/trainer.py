@@ -1079,7 +1079,7 @@ class ParallelModel(SavedModel):
         split, stages = layer_specs(view, self.mesh.shape), None
         plan = plan if plan is not None else _plan_of(model, view, given, params, split)
         if plan.pipe is not None:
-            from axonml_jax.pipeline.pack import stage_assigner
+            from axonml_jax.pipeline.assign import stage_assigner
 
             stages = stage_assigner(model, view, plan.pipe)
         self._asked = plan.for_model(view)

@@ -42,7 +42,8 @@ from axonml_jax.strategies.strategy import (
 )
 
 if TYPE_CHECKING:
-    from axonml_jax.pipeline.pack import Assignment, Stack, Staging
+    from axonml_jax.pipeline.assign import Assignment, Stack
+    from axonml_jax.pipeline.store import Staging
 
 # --------------------------------------------------------------------------------------------------
 # Whether a plan fits a mesh: axes along which all ranks would do the same work, and options that do not go together.
@@ -836,7 +837,7 @@ def bind_plan(
         placement = left_to_partitioner(placement, automatic)
     if plan.pipe is None:
         return placement
-    from axonml_jax.pipeline.pack import Staging
+    from axonml_jax.pipeline.store import Staging
 
     assert assigned is not None
     staging = Staging.of(plan.pipe, assigned, placement.params, placement.frozen, degrees)
@@ -905,7 +906,7 @@ def _automatic(plan: Plan, degrees: Mapping[str, int]) -> frozenset[str]:
 
 def _assigned(plan: Plan, degrees: Mapping[str, int], variables: Variables, assign: Callable | None) -> "Assignment":
     """The stage of every parameter of a model, before any is laid out."""
-    from axonml_jax.pipeline.pack import assign as by_names
+    from axonml_jax.pipeline.assign import assign as by_names
 
     assert plan.pipe is not None
     plan.pipe.timetable(degrees[STAGES], plan.microbatches)  # refuses what the schedule does not take

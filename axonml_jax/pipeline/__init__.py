@@ -1,1 +1,1 @@
-"""Pipelines: schedules, timetables and their simulator (all free of JAX), and the executor that runs any timetable."""
+"""Pipelines planned: schedules, timetables and their simulator (free of JAX), the stages of parameters, and their buffers."""

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from axonml_jax.base import PyTree
 from axonml_jax.compat.jaxpr import Operation, trace
-from axonml_jax.pipeline.pack import Stack, Weight
+from axonml_jax.pipeline.assign import Stack
+from axonml_jax.pipeline.store import Weight
 from axonml_jax.program.program import Equation, is_constant, is_elementwise, read_program, run_program
 
 # --------------------------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.base import PyTree, is_array
+from axonml_jax.executor.pieces import run_pieces
 from axonml_jax.model.loss import Loss
 from axonml_jax.model.view import Variables
 from axonml_jax.parallel.placement import Placement, key_number, read_shapes
-from axonml_jax.pipeline.run import run_pieces
 from axonml_jax.strategies.strategy import units
 from axonml_jax.training.objective import NO_SCALE, Differentiated, GradientEngine, Objective, part_keys, shard_key
 

@@ -18,9 +18,10 @@ from axonml_jax.collectives.primitives import axis_index, gather_whole, vary
 from axonml_jax.compat.order import together_as_typed
 from axonml_jax.model.loss import Loss
 from axonml_jax.model.view import Functional, Variables
-from axonml_jax.pipeline.pack import Buffers, Packing, Slot, StageStore, Staging, on_own_rank, slot_value
-from axonml_jax.pipeline.run import one_of
+from axonml_jax.pipeline.branches import on_own_rank, one_of
+from axonml_jax.pipeline.pack import Buffers, Packing, Slot, slot_value
 from axonml_jax.pipeline.schedules import AXIS
+from axonml_jax.pipeline.store import StageStore, Staging
 from axonml_jax.sharding.layout import (
     Layout,
     Leaf,

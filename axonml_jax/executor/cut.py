@@ -13,7 +13,7 @@ from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.order import Saved
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.parallel.units import Body, Prelude, Transform, Values, add
-from axonml_jax.pipeline.pack import marked
+from axonml_jax.pipeline.assign import marked
 from axonml_jax.pipeline.schedules import AXIS
 from axonml_jax.program.cut import mark, prelude_of
 from axonml_jax.program.program import (

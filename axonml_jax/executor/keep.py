@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 
 from axonml_jax.compat.order import TellsHost, platform_around, require_policies
+from axonml_jax.executor.cut import Form, Stage, TracedStage
 from axonml_jax.parallel.plan import Remat
 from axonml_jax.parallel.recompute import NOT_IN_SLOTS, ByNames, UnitChoice, size_of, transform, unit_of
 from axonml_jax.parallel.units import Body, Transform, Values, transform_of
-from axonml_jax.pipeline.cut import Form, Stage, TracedStage
 from axonml_jax.program.cut import mark, segments_of
 
 
