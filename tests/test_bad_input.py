@@ -54,7 +54,16 @@ MESHES = {
     "degrees for other devices": (lambda: planned(ax.Plan(mesh=ax.MeshShape(data=4))), ["data=4", "2 devices"]),
 }
 
+
+class RawKey(nnx.Module):
+    """Keeps a key as JAX had them before: two numbers."""
+
+    def __init__(self):
+        self.linear, self.noise = nnx.Linear(3, 3, rngs=nnx.Rngs(0)), nnx.RngKey(jax.random.PRNGKey(1), tag="noise")
+
+
 MODELS = {
+    "a stream that is no key": (lambda: ddp(model=RawKey()), ["nnx.RngKey", ": noise.", "jax.random.key(seed)"]),
     "Linen without variables": (lambda: ddp(model=LinenNet()), ["LinenNet is a Linen module", "params=module.init"]),
     "NNX with variables": (lambda: ddp(params={}), ["DropoutMLP is an NNX module", "leave params= out"]),
     "variables that are none": (lambda: ddp(model=LinenNet(), params=[1]), ["module.init returned", "list"]),

@@ -873,8 +873,13 @@ def evaluation_flags(
 
 
 def nnx_functional(model: nnx.Module, trainable: Trainable = None) -> tuple["NNXFunctional", Variables]:
-    """The pure view of an NNX module, and its arrays."""
+    """The pure view of an NNX module, and its arrays.
+
+    Raises:
+      ValueError: when an `nnx.RngKey` holds numbers instead of a key, by path: a step could not give it a key of its own.
+    """
     graphdef, params, streams, state = nnx.split(model, nnx.Param, nnx.RngState, ...)
+    _refuse_raw_keys(streams)
     select = trainable
     if is_filter(trainable):
         wanted = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, _filter(trainable)))}
@@ -885,6 +890,15 @@ def nnx_functional(model: nnx.Module, trainable: Trainable = None) -> tuple["NNX
     view = NNXFunctional(graphdef, nnx.to_pure_dict(streams), abstract(variables))
     view.order = definition_order(model)
     return view, variables
+
+
+def _refuse_raw_keys(streams: nnx.State) -> None:
+    is_raw = lambda x: isinstance(x, nnx.RngKey) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    if raw := ["/".join(map(str, path)) for path, x in nnx.to_flat_state(streams) if is_raw(x)]:
+        raise ValueError(
+            f"the model's nnx.RngKey holds numbers instead of a key: {', '.join(raw)}. Make it of jax.random.key(seed) or "
+            "jax.random.wrap_key_data(numbers), so that every step can give it a key of its own"
+        )
 
 
 def _filter(trainable: Any) -> Callable[[Any, Any], bool]:
