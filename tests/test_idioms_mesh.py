@@ -116,6 +116,15 @@ def test_the_step_of_a_model_that_places_sends_what_that_of_a_plain_one_does():
     assert traffic(constrained) == traffic(lambda x: x)
 
 
+def test_a_function_that_makes_a_model_may_place_values_under_adapters_too():
+    adapted = lambda model: PLANS["DDP"](ax.lora(model, rank=2, targets="up/kernel")).trainer(optax.sgd(0.1), loss)
+    with jax.set_mesh(guide()):
+        trainer = adapted(lambda: Net(nnx.Rngs(0), constrained))
+        losses = [float(trainer.step(BATCH)["loss"]) for _ in range(3)]
+    plain = adapted(Net(nnx.Rngs(0), named=False))
+    np.testing.assert_allclose(losses, [float(plain.step(BATCH)["loss"]) for _ in range(3)], rtol=1e-6)
+
+
 class OfOneAxis(nnx.Module):
     """Placement over the user's axis `fsdp`, which the plan's mesh has too."""
 

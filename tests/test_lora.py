@@ -200,6 +200,15 @@ def test_targets_that_do_not_fit_are_all_named():
         ax.DDP(adapted(stack, targets="blocks/layer/.*norm/scale"), mesh_of(data=1))
 
 
+def test_a_pattern_that_names_a_layer_means_its_matrices():
+    given = adapted(Projections(), targets=["attention/(query|out)", "^key"])
+    state = ax.DDP(given, mesh_of(data=1)).state_dict()
+    names = ["attention/out/kernel", "attention/query/kernel", "key_value/w"]
+    assert sorted(name for name in state if "_lora_" in name) == [f"{each}_lora_{ab}" for each in names for ab in "ab"]
+    beside = adapted(Projections(), targets="attention/query/bias")  # [n, d], named by itself
+    assert ax.DDP(beside, mesh_of(data=1)).state_dict()["attention/query/bias_lora_a"].shape == (2, 2)
+
+
 class Named(nnx.Module):
     """Parameters of its own that are called as adapters are."""
 

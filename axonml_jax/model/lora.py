@@ -16,6 +16,7 @@ from axonml_jax.base import PyTree, named_leaves
 from axonml_jax.model.buffers import Join
 from axonml_jax.model.view import (
     Functional,
+    Made,
     Mode,
     ModelAround,
     Sides,
@@ -147,7 +148,7 @@ class Lora:
     def chosen(
         self, shapes: Mapping[str, Any], stacks: Mapping[str, int], layers: Mapping[str, Sides]
     ) -> dict[str, Sides]:
-        """The matrices that get adapters.
+        """The matrices that get adapters. A pattern that matches a layer's matrix and its bias means the matrix.
 
         Args:
           shapes: anything with a shape for every parameter, by path.
@@ -166,14 +167,18 @@ class Lora:
         listed = {name for pattern in self.stacked for name in hits[pattern]}
         said = {name: said_sides(words) for pattern, words in self.dims for name in hits[pattern]}
         found: dict[str, Sides] = {}
+        unfit: dict[str, str] = {}
         for name in dict.fromkeys(name for pattern in self.targets for name in hits[pattern]):
             shape, sides = tuple(shapes[name].shape), said.get(name)
             if not isinstance(sides, Sides):
                 sides = _sides(name, shapes, stacks.get(name, 0), layers.get(name), name in listed)
             if why := sides if isinstance(sides, str) else self._unfit(shape, sides):
-                problems.append(f"  {name} {shape}: {why}")
+                unfit[name] = f"  {name} {shape}: {why}"
             elif isinstance(sides, Sides):
                 found[name] = sides
+        beside = _biases(found, shapes)
+        found = {name: sides for name, sides in found.items() if name not in beside}
+        problems += [why for name, why in unfit.items() if name not in beside]
         if problems:
             every = {n: _sides(n, shapes, stacks.get(n, 0), layers.get(n), False) for n in shapes}
             fits = lambda n, sides: len(shapes[n].shape) == sides.stacked + len(sides.roles)
@@ -194,6 +199,17 @@ class Lora:
             return "is no matrix" + stacked if sides.roles == "io" else f"has not the dims {sides.words()!r}"
         smaller = min(math.prod(sides.sizes(role, shape)) for role in "io")
         return f"rank {self.rank} is above its smaller side" if self.rank > smaller else None
+
+
+def _biases(matrices: Mapping[str, Sides], shapes: Mapping[str, Any]) -> set[str]:
+    """The paths of biases (and scales) beside these matrices in their layers: vectors, or called so, as large as the output."""
+    found = set()
+    for name, sides in matrices.items():
+        layer, shape = name.rpartition("/")[0], tuple(shapes[name].shape)
+        size = (*shape[: sides.stacked], *sides.sizes("o", shape))
+        beside = {n for n, x in shapes.items() if n.rpartition("/")[0] == layer and tuple(x.shape) == size}
+        found |= {n for n in beside if len(size) == 1 or n.endswith("bias")}
+    return found
 
 
 def _sides(name: str, shapes: Mapping[str, Any], stacked: int, layer: Sides | None, listed: bool) -> Sides | str:
@@ -230,9 +246,9 @@ class LoraModel(ModelAround):
                 "them"
             )
 
-    def view(self, params: PyTree | None, trainable: Trainable) -> tuple[Functional, Variables]:
+    def view(self, params: PyTree | None, trainable: Trainable, made: Made) -> tuple[Functional, Variables]:
         """The model's functional view, with adapters."""
-        return lora_functional(*functionalize(self.model, params), self.lora, trainable)
+        return lora_functional(*functionalize(self.model, params, made=made), self.lora, trainable)
 
 
 def lora(
@@ -256,7 +272,8 @@ def lora(
     Args:
       model: an NNX module, a function without arguments that makes one, or a Linen module.
       rank: r, at most the smaller side of every target.
-      targets: regular expressions, searched in path names such as `blocks/0/mlp/up/kernel`.
+      targets: regular expressions, searched in path names such as `blocks/0/mlp/up/kernel`; one that matches a layer's matrix
+        and its bias, such as "mlp/up", means the matrix.
       alpha: see above; None: `rank`, so that A B counts once.
       stacked: of targets whose last two dims are a matrix and whose other dims number them, as Linen's `scan` and
         `nnx.vmap` make them. Stacks and experts of this library say so themselves.

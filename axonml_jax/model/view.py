@@ -1260,8 +1260,8 @@ class ModelAround(abc.ABC):
     model: Any
 
     @abc.abstractmethod
-    def view(self, params: PyTree | None, trainable: Trainable) -> tuple[Functional, Variables]:
-        """The functional view and variables that `functionalize` returns for it."""
+    def view(self, params: PyTree | None, trainable: Trainable, made: Made) -> tuple[Functional, Variables]:
+        """The functional view and variables that `functionalize` returns for it, of the same arguments."""
 
 
 def functionalize(
@@ -1283,7 +1283,7 @@ def functionalize(
         are given as shapes.
     """
     if isinstance(model, ModelAround):
-        return model.view(params, trainable)
+        return model.view(params, trainable, made)
     if isinstance(model, linen.Module):
         if params is None:
             raise ValueError(
