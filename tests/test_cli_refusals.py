@@ -83,7 +83,7 @@ WRONG = {
         ((*SMALL, "--hardware", "rtx4090"), "on the command line: measure"),
         ((*SMALL, "--length", "0"), "length=0: each must be at least 1"),
         ((*SMALL, "--devices", "0"), "num_devices=0: each must be at least 1"),
-        ((*SMALL, "--axes", "data", "--max-memory", "1"), "another batch (a multiple of the devices), --offload, or"),
+        ((*SMALL, "--axes", "data", "--max-memory", "2"), "another batch (a multiple of the devices), --offload, or"),
         ((*SMALL, "--efficiency", "2"), "shares lie between 0 and 1"),
         ((*SMALL, "--axes", "data", "--write", "none/x.yaml"), "none/x.yaml"),
     ],

@@ -17,7 +17,10 @@ from axonml_jax.collectives.primitives import bound
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.layers.grid import ParallelLinear
 from axonml_jax.layers.whole import marked_program
+from axonml_jax.models.config import TransformerConfig
+from axonml_jax.models.transformer import Transformer
 from axonml_jax.program.values import differing
+from axonml_jax.testing.equality import assert_equals_single_device
 
 F64 = {"param_dtype": jnp.float64}
 IDS = np.arange(8).reshape(2, 4) % 12
@@ -353,3 +356,16 @@ def test_a_part_alone_is_refused_and_joined_parts_are_right_where_ranks_have_row
     got, made = of().value_and_grad(loss)(x)
     assert float(got) == pytest.approx(float(value), abs=1e-12)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-12), made, nnx.to_pure_dict(grads))
+
+
+@BOTH
+def test_weights_that_are_gathered_ahead_are_no_parts_alone(check_vma):
+    config = TransformerConfig(
+        vocab_size=8, num_layers=2, num_heads=2, hidden_size=4, mlp_hidden_size=8, max_length=4, split="grid", prefetch=True
+    )  # fmt: skip
+    tokens = np.random.default_rng(0).integers(0, 8, (4, 5))
+    loss = lambda model, batch: ax.WeightedMean(*model.loss(batch[:, :-1], batch[:, 1:]))
+    plan = ax.Plan(check_vma=check_vma)
+    assert_equals_single_device(
+        Transformer(config, rngs=nnx.Rngs(0)), loss, tokens, mesh=mesh_of(data=2, depth=2), plan=plan, tx=optax.sgd(0.1)
+    )

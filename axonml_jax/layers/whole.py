@@ -19,6 +19,7 @@ from axonml_jax.base import named_leaves, path_name
 from axonml_jax.collectives.gradients import copy_to, gather_from, own_slice, split_to
 from axonml_jax.collectives.primitives import bound, degree, gather_whole, types_are_checked
 from axonml_jax.compat.jaxpr import trace
+from axonml_jax.compat.order import BARRIER
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.mesh.axes import BATCH_AXES, LAYER_AXES, as_axes
 from axonml_jax.model.loss import Loss
@@ -832,6 +833,8 @@ def from_parts_alone(program: Program, given: Sequence[Axes], rows: Sequence[boo
     """
 
     def rule(equation: Equation, operands: list[Axes]) -> Sequence[Axes]:
+        if equation.name == BARRIER:  # each result is its operand
+            return operands
         # `reduce_from` and `gather_from` have the gradient of one loss that all ranks have, and here every rank has its own.
         pair = equation.name.startswith("custom_vjp") and _ROWS not in frozenset[str]().union(*operands)
         inside = None if pair else through(equation, operands, rule, operator.or_, frozenset())
