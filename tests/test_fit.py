@@ -1,6 +1,7 @@
 """The loop and what it leaves behind: records, speeds, pictures, lines, traces."""
 
 import io
+import itertools
 import json
 import math
 import re
@@ -195,17 +196,23 @@ def test_a_table_has_a_column_for_every_metric_and_after_a_resumption_the_rows_o
 
 
 class FakeWandb:
-    """What Wandb uses of the package."""
+    """What Wandb uses of the package, whose own step only goes on."""
 
     def __init__(self, key=None):
-        self.api, self.calls, self.id = types.SimpleNamespace(api_key=key), [], "abc"
+        self.api, self.calls, self.id, self.axes = types.SimpleNamespace(api_key=key), [], "abc", {}
+        self.steps = itertools.count()
 
     def init(self, **settings):
         self.calls.append(settings)
         return self
 
-    def log(self, metrics, step):
-        self.calls.append((step, metrics))
+    def define_metric(self, name, step_metric):
+        self.axes[name] = step_metric
+
+    def log(self, metrics, step=None):
+        at = next(self.steps)
+        if step is None or step >= at:
+            self.calls.append((metrics[self.axes["*"]] if step is None else step, metrics))
 
     def finish(self):
         self.calls.append("finished")
@@ -217,10 +224,15 @@ def test_weights_and_biases_gets_every_record_and_a_resumed_run_goes_on(tmp_path
     for known in (None, "abc"):
         sink = Wandb(tmp_path, {"train": {"steps": 3}}, "mine")
         sink.write(Record(3, {"loss": 2.5}))
+        sink.write(Record(2, {"loss": 2.0}))
         sink.close()
-        settings, *rest = fake.calls[-3:]
+        settings, *rest = fake.calls[-4:]
         assert (settings["project"], settings["name"], settings["id"]) == ("mine", tmp_path.name, known)
-        assert settings["resume"] == ("allow" if known else None) and rest == [(3, {"loss": 2.5}), "finished"]
+        assert settings["resume"] == ("allow" if known else None) and rest == [
+            (3, {"loss": 2.5, "step": 3}),
+            (2, {"loss": 2.0, "step": 2}),  # the run went back
+            "finished",
+        ]
 
 
 def test_weights_and_biases_is_refused_where_it_cannot_log(tmp_path, monkeypatch):

@@ -651,11 +651,13 @@ class Wandb:
             id=known,
             resume="allow" if known else None,
         )
+        # A step of one's own: W&B's counter drops what comes at an earlier one, as after a rollback or a resumed checkpoint.
+        self._run.define_metric("*", step_metric="step")
         kept.write_text(self._run.id, encoding="utf-8")
 
     def write(self, record: Record) -> None:
         """Log every metric at its step."""
-        self._run.log(record.metrics, step=record.step)
+        self._run.log({**record.metrics, "step": record.step})
 
     def close(self) -> None:
         """Finish the run and send what is left."""
