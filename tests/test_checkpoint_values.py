@@ -16,7 +16,7 @@ import axonml_jax as ax
 from axonml_jax.__main__ import main
 from axonml_jax.checkpoint import manager as store
 from axonml_jax.checkpoint.format import Manifest
-from axonml_jax.cli.run import Saves
+from axonml_jax.cli.loop import Saves
 from axonml_jax.config.config import read_config
 
 

@@ -19,8 +19,8 @@ import axonml_jax as ax
 from axonml_jax.checkpoint import saving
 from axonml_jax.checkpoint.format import Manifest, Team
 from axonml_jax.checkpoint.saving import Failures, cause_of
+from axonml_jax.cli.loop import Record
 from axonml_jax.cli.records import Csv, JsonLines, Patient, read_records
-from axonml_jax.cli.run import Record
 from axonml_jax.launch.workers import Failure, looks_like_a_consequence
 
 SIZE = 4 << 20

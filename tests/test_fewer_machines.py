@@ -4,8 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from axonml_jax.config import config as stretches
-from axonml_jax.config.config import ConfigError, Machines, for_world, machines_of, read_config
+from axonml_jax.config.config import (
+    ConfigError,
+    Machines,
+    examples_until,
+    for_world,
+    keep_settings,
+    machines_of,
+    read_config,
+)
 
 QUICKSTART = str(Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml")
 DISK, HEADS = ("--checkpoint.every=5",), ("--model.num_heads=2",)
@@ -96,6 +103,6 @@ def test_examples_are_counted_by_the_batches_that_drew_them(tmp_path):
     sizes = {0: 24, 4: 16, 6: 24}
     for start, size in sizes.items():
         made = read_config("train", [QUICKSTART, f"--train.global_batch_size={size}"])
-        stretches.begin(tmp_path, made, start)
-    assert [stretches.examples_until(tmp_path, step) for step in (0, 3, 4, 6, 8)] == [0, 72, 96, 128, 176]
-    assert stretches.examples_until(tmp_path / "..", 3) is None
+        keep_settings(tmp_path, made, start)
+    assert [examples_until(tmp_path, step) for step in (0, 3, 4, 6, 8)] == [0, 72, 96, 128, 176]
+    assert examples_until(tmp_path / "..", 3) is None

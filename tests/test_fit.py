@@ -18,6 +18,7 @@ from rich.console import Console
 
 from axonml_jax import base
 from axonml_jax.cli import records as trace
+from axonml_jax.cli.loop import Record, fit
 from axonml_jax.cli.records import (
     Csv,
     JsonLines,
@@ -31,7 +32,6 @@ from axonml_jax.cli.records import (
     read_records,
     report,
 )
-from axonml_jax.cli.run import Record, fit
 from axonml_jax.config.config import ConfigError, read_config
 from axonml_jax.config.objects import learning_rate, make_optimizer
 from axonml_jax.config.sections import OptimConfig

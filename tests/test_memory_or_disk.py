@@ -10,7 +10,7 @@ from test_memory_copies import trained, trainer_and_data
 
 from axonml_jax.checkpoint.format import DamagedCheckpoint, Manifest
 from axonml_jax.checkpoint.memory import START, MemoryCopies, restore_newest
-from axonml_jax.cli.run import Saves
+from axonml_jax.cli.loop import Saves
 from axonml_jax.config.config import read_config
 from axonml_jax.launch.standby import HostMemory
 from axonml_jax.mesh.environment import MEMORY

@@ -9,8 +9,8 @@ import pytest
 
 from axonml_jax.__main__ import main
 from axonml_jax.base import logger
+from axonml_jax.cli.loop import Record
 from axonml_jax.cli.records import MlflowRun, begin_mlflow, check_mlflow, mlflow_module
-from axonml_jax.cli.run import Record
 from axonml_jax.config.config import ConfigError
 
 SETTINGS = {"name": "run", "train": {"steps": 3}, "optim": {"groups": [{"paths": ["a"] * 300}]}}

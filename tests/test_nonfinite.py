@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import axonml_jax as ax
-from axonml_jax.cli.run import Saves
+from axonml_jax.cli.loop import Saves
 from axonml_jax.config.config import read_config
 from axonml_jax.sharding.layout import to_host
 from axonml_jax.training.nonfinite import LossScale, NonFinite, skip_nonfinite

@@ -16,7 +16,7 @@ from axonml_jax.__main__ import main
 from axonml_jax.checkpoint.format import Manifest
 from axonml_jax.cli.plan import _placed, check_own
 from axonml_jax.cli.records import about
-from axonml_jax.cli.run import lay_ground
+from axonml_jax.cli.run import set_up_run
 from axonml_jax.cli.tasks import load_data, logits_loss, read_own, valid_batches
 from axonml_jax.config.config import ConfigError, as_dict, read_config
 
@@ -124,7 +124,7 @@ def test_a_run_of_ones_own_parts_is_one_devices(plan, write, tmp_path, expected,
 def test_what_fills_no_batch_is_validated_on_in_parts_that_are_no_larger(write, eval_batches, used):
     train = {"steps": 2, "global_batch_size": 16, "eval_batches": eval_batches}
     config = read_config("train", [write(train=train)], imports=["own_parts"])
-    ground = lay_ground(config)
+    ground = set_up_run(config)
     data = load_data(config, ground.own, ground.mesh)
     batches = list(valid_batches(data))
     rows = np.concatenate([np.asarray(batch["x"]) for batch in batches])
@@ -136,7 +136,7 @@ def test_what_fills_no_batch_is_validated_on_in_parts_that_are_no_larger(write, 
 
 def test_of_models_of_every_ranks_own_only_what_divides_is_validated_on_which_is_told(write):
     config = read_config("train", [write(plan={"sync_strategy": "no_sync"})], imports=["own_parts"])
-    ground = lay_ground(config)
+    ground = set_up_run(config)
     data = load_data(config, ground.own, ground.mesh)
     assert [len(batch["x"]) for batch in valid_batches(data)] == [16, 8]
     assert "29 samples to validate on, of which 24" in about(config, data)
@@ -144,7 +144,7 @@ def test_of_models_of_every_ranks_own_only_what_divides_is_validated_on_which_is
 
 def test_the_stages_that_are_told_are_those_that_run(write):
     config = read_config("train", [write(**PLANS["pipeline"])], imports=["own_parts"])
-    ground = lay_ground(config)
+    ground = set_up_run(config)
     _, _, told = _placed(config, ground)
     ran = ax.parallelize(Net(8, rngs=nnx.Rngs(0)), ground.mesh, ground.plan)._placement
     assert told.stages == ran.stages
@@ -231,7 +231,7 @@ def test_negative_targets_of_ones_own_data_are_ignored_and_ids_beyond_the_vocabu
     for beyond in (0, 32):
         data = {"class_path": "own_parts.ids", "init_args": {"n": 32, "beyond": beyond}, "valid": COLUMNS["valid"]}
         config = read_config("train", [write(model=model, loss=None, data=data)], imports=["own_parts"])
-        ground = lay_ground(config)
+        ground = set_up_run(config)
         batches = iter(load_data(config, ground.own, ground.mesh).train)
         if not beyond:
             assert next(batches)["targets"].shape == (16, 8)
@@ -249,7 +249,7 @@ def test_a_model_of_ones_own_is_asked_for_its_order_of_positions_before_lengths_
     said = capsys.readouterr().err
     assert "no module of the model declares" in said and "split evenly" not in said
     config = read_config("train", [path], imports=["own_parts"])
-    check_own(config, lay_ground(config))  # whole sequences lie contiguously: 12 positions over 4 ranks
+    check_own(config, set_up_run(config))  # whole sequences lie contiguously: 12 positions over 4 ranks
     path = write(model={"class_path": "own_parts.WordByWord"}, **given)
     assert main(["explain", path, *ALLOWED]) == 2
     assert "data.length=12: these positions do not split evenly" in (said := capsys.readouterr().err)

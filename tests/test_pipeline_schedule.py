@@ -7,7 +7,7 @@ import pytest
 from pipeline_cases import accepted
 
 import axonml_jax as ax
-from axonml_jax.pipeline.schedules import ROOMS, Interleaved, OneFOneB, ZeroBubble, make_schedule, make_timetable
+from axonml_jax.pipeline.schedules import SCHEDULES, Interleaved, OneFOneB, ZeroBubble, make_schedule, make_timetable
 from axonml_jax.pipeline.simulate import choose
 from axonml_jax.pipeline.timetable import Action, format_orders, parse_orders
 
@@ -131,7 +131,7 @@ def test_variants_are_of_zero_bubble_alone():
 
 
 def test_every_schedule_has_a_room_and_its_names():
-    assert set(ROOMS) == set(ax.PipelineSchedule)
+    assert set(SCHEDULES) == set(ax.PipelineSchedule)
     for schedule in ax.PipelineSchedule:
         for spelled in (schedule, schedule.value, schedule.name, schedule.name.lower()):
             assert ax.PipelineSchedule.of(spelled) is schedule

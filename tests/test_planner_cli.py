@@ -13,7 +13,7 @@ import pytest
 import axonml_jax as ax
 from axonml_jax.__main__ import main
 from axonml_jax.cli.plan import config_text
-from axonml_jax.cli.run import lay_ground
+from axonml_jax.cli.run import set_up_run
 from axonml_jax.config.config import read_config
 from axonml_jax.config.sections import memory_size
 from axonml_jax.models.config import PRESETS, TransformerConfig, preset
@@ -299,7 +299,7 @@ def test_whatever_the_planner_chooses_is_built_from_what_it_writes(kind, tmp_pat
         except ValueError:  # a schedule that refuses these sizes
             continue
         written.write_text(config_text(found), "utf-8")
-        ground = lay_ground(read_config("train", [str(written), "--devices.simulated", "8"]))
+        ground = set_up_run(read_config("train", [str(written), "--devices.simulated", "8"]))
         apart = [ranks for axis, ranks in way.degrees if axis in ("tensor", "pipe", "row", "col")]
         assert ground.plan.batch_layout(ground.mesh.shape).degree == 8 // math.prod(apart), way
     assert len(ways) > 3

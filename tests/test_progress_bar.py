@@ -13,8 +13,8 @@ from own_parts import Net, columns, squares
 from rich.console import Console
 
 import axonml_jax as ax
+from axonml_jax.cli.loop import Record
 from axonml_jax.cli.records import progress
-from axonml_jax.cli.run import Record
 from axonml_jax.training import callbacks as progress_bar
 from axonml_jax.training.callbacks import TrainingEvent
 

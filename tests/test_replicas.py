@@ -13,7 +13,7 @@ from flax import nnx
 from test_launcher_training import ROOT, SMALL, axonml
 
 import axonml_jax as ax
-from axonml_jax.cli.run import ReplicasCompared
+from axonml_jax.cli.loop import ReplicasCompared
 from axonml_jax.config.config import ConfigError, read_config
 from axonml_jax.training.run_state import CompareReplicas, ReplicasDiffer, UnequalReplica, checksum, in_words
 

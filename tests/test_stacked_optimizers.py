@@ -12,7 +12,7 @@ from plan_models import unstacked
 
 import axonml_jax as ax
 from axonml_jax.base import named_leaves
-from axonml_jax.cli.run import lay_ground
+from axonml_jax.cli.run import set_up_run
 from axonml_jax.cli.train import _trainer
 from axonml_jax.config.config import read_config
 from axonml_jax.config.objects import make_optimizer
@@ -124,6 +124,6 @@ def test_a_run_treats_its_models_stacks_so(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(content))
     config = read_config("train", [str(path)])
-    trainer = _trainer(config, lay_ground(config), (), new=True)
+    trainer = _trainer(config, set_up_run(config), (), new=True)
     names = [*named_leaves(optax.tree.get(trainer.opt_state.inner_states["muon"], "mu"))]
     assert len(names) == 9 and not any("norm" in name for name in names)

@@ -12,8 +12,9 @@ import yaml
 
 import axonml_jax as ax
 from axonml_jax.__main__ import main
+from axonml_jax.cli.loop import Preemption, Record, fit
 from axonml_jax.cli.records import JsonLines, read_records
-from axonml_jax.cli.run import Preemption, Record, RunFolder, earlier_folder, fit, new_folder
+from axonml_jax.cli.run import RunFolder, earlier_folder, new_folder
 from axonml_jax.config.config import ConfigError, read_config
 from axonml_jax.launch.leftovers import MARK
 from axonml_jax.launch.workers import RESTART_COUNT

@@ -20,7 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from axonml_jax.base import PyTree, folded, logger, print0
 from axonml_jax.checkpoint.saving import cause_of
-from axonml_jax.cli.run import CHECKPOINT_FOLDER, Record, RunSetup
+from axonml_jax.cli.loop import Record
+from axonml_jax.cli.run import CHECKPOINT_FOLDER, RunSetup
 from axonml_jax.cli.tasks import TextData, write_samples
 from axonml_jax.config.config import ConfigError, RunConfig, as_dict, examples_until, not_a_file
 from axonml_jax.config.sections import OwnModel

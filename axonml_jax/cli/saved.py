@@ -22,16 +22,16 @@ from axonml_jax.base import aligned, print0
 from axonml_jax.checkpoint.format import Manifest, Team, checkpoints_in
 from axonml_jax.checkpoint.manager import restore
 from axonml_jax.cli.flags import require_writable
+from axonml_jax.cli.loop import Record
 from axonml_jax.cli.records import flat, json_values, plot_runs, read_records
 from axonml_jax.cli.run import (
     CHECKPOINT_FOLDER,
-    Record,
     RunSetup,
     all_or_refuse,
     best_checkpoint,
     checkpoints_of,
-    lay_ground,
     place_said,
+    set_up_run,
     start_devices,
 )
 from axonml_jax.cli.tasks import check_tokenizer, from_start, load_data, loss_of, read_data, shapes_of
@@ -76,7 +76,7 @@ class SavedRun:
         Raises:
           ConfigError: for a mesh that does not fit the devices, or a checkpoint of another model.
         """
-        [ground] = all_or_refuse(partial(lay_ground, self.config))
+        [ground] = all_or_refuse(partial(set_up_run, self.config))
         [made] = all_or_refuse(partial(shapes_of, self.config, ground.batch))  # no process holds more than its part
         seed = self.config.train.seed
         model = ParallelModel(made.model, ground.mesh, ground.plan, params=made.params, seed=seed)

@@ -12,8 +12,8 @@ import jax
 
 from axonml_jax.base import INTERRUPTED, TERMINATED, folded, print0
 from axonml_jax.checkpoint.format import Team
-from axonml_jax.cli import run as resume
 from axonml_jax.cli.flags import in_flags, require_folder, require_writable
+from axonml_jax.cli.loop import NONFINITE, Preemption, Record, ReplicasCompared, Saves, Spikes, fit, run_watchdog
 from axonml_jax.cli.plan import (
     OVER_BUDGET,
     baseline,
@@ -43,21 +43,14 @@ from axonml_jax.cli.records import (
     wandb_module,
 )
 from axonml_jax.cli.run import (
-    NONFINITE,
-    Preemption,
-    Record,
-    ReplicasCompared,
     RunFolder,
     RunSetup,
-    Saves,
-    Spikes,
     all_or_refuse,
     check_weights,
     earlier_folder,
-    fit,
-    lay_ground,
     on_machines,
-    run_watchdog,
+    resumed,
+    set_up_run,
     simulated_where_few,
     unchanged,
 )
@@ -113,7 +106,7 @@ def explain(config: RunConfig, budget: Budget | None = None, estimate: Estimate 
     files = {"--picture": estimate.picture, "--write-baseline": budget.write_baseline}
     [config] = all_or_refuse(partial(simulated_where_few, config))
     ground, *_ = all_or_refuse(
-        partial(lay_ground, config),
+        partial(set_up_run, config),
         partial(check_tokenizer, config),
         partial(require_writable, files),
         partial(baseline, budget),
@@ -151,7 +144,7 @@ def train(config: RunConfig, budget: Budget | None = None, more: Sequence[Callba
     needed = {tensorboard_writer: out.tensorboard, wandb_module: out.wandb, mlflow_module: out.mlflow}
     config, *_ = all_or_refuse(partial(on_machines, config), *(needs for needs, wanted in needed.items() if wanted))
     ground, text, *_ = all_or_refuse(
-        partial(lay_ground, config),
+        partial(set_up_run, config),
         partial(read_data, config.data, config.output.dir),
         partial(check_tokenizer, config),
         partial(check_optimizer, config),
@@ -177,7 +170,7 @@ def train(config: RunConfig, budget: Budget | None = None, more: Sequence[Callba
             program = {"traced program": program_hash(trainer.train_step, trainer.state, ground.batch)}
             all_or_refuse(partial(check_same, "training step", program, ground.world))
         all_or_refuse(run.make)
-        start, saved = resume.begin(run, config, trainer, data)
+        start, saved = resumed(run, config, trainer, data)
         if trainer.model.hollow:  # it has shapes alone, and there was nothing to load
             trainer = _trainer(config, ground, callbacks, new=new)
         if config.train.check and not _is_as_on_one_device(trainer, data):

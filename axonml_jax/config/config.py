@@ -1326,7 +1326,7 @@ def examples_until(folder: Path, step: int) -> int | None:
     return total
 
 
-def begin(folder: Path, config: RunConfig, step: int) -> None:
+def keep_settings(folder: Path, config: RunConfig, step: int) -> None:
     """Record the configuration that makes the steps after this one; a different earlier one is kept."""
     before, now = settings_at(folder, step) if step else None, as_dict(config)
     for until, path in _earlier(folder).items():
@@ -1337,7 +1337,7 @@ def begin(folder: Path, config: RunConfig, step: int) -> None:
     _write(folder / NEWEST, now)
 
 
-def differences(before: Mapping[str, Any], config: RunConfig) -> list[str]:
+def changed_settings(before: Mapping[str, Any], config: RunConfig) -> list[str]:
     """Lines that say what differs from another configuration in what matters to training, without the mesh."""
     lines = [
         f"{key}: {was}, now {value}"

@@ -552,8 +552,8 @@ def _classic_ticks(schedule: AbstractSchedule) -> Ticks:
 # The class of each schedule, by its name.
 # --------------------------------------------------------------------------------------------------
 
-ROOMS: dict[PipelineSchedule, type[AbstractSchedule]] = {
-    room.name: room for room in (GPipe, OneFOneB, Interleaved, ZeroBubble)
+SCHEDULES: dict[PipelineSchedule, type[AbstractSchedule]] = {
+    kind.name: kind for kind in (GPipe, OneFOneB, Interleaved, ZeroBubble)
 }
 
 
@@ -580,12 +580,12 @@ def make_schedule(
     Raises:
       ValueError: for a size that the schedule refuses, with the rule and the remedy, and for a variant of others.
     """
-    room = ROOMS[PipelineSchedule.of(schedule)]
+    kind = SCHEDULES[PipelineSchedule.of(schedule)]
     if variant is None:
-        return room(num_ranks, num_microbatches, num_chunks)
-    if room is not ZeroBubble:
+        return kind(num_ranks, num_microbatches, num_chunks)
+    if kind is not ZeroBubble:
         raise ValueError(
-            f"variant={variant!r} is for {PipelineSchedule.ZERO_BUBBLE}; {room.name} has none: leave it out"
+            f"variant={variant!r} is for {PipelineSchedule.ZERO_BUBBLE}; {kind.name} has none: leave it out"
         )
     return ZeroBubble(num_ranks, num_microbatches, num_chunks, variant)
 

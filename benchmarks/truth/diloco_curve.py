@@ -48,7 +48,7 @@ def run(steps: int, replicas: int, diloco: dict) -> tuple[dict[int, float], floa
     """(validation loss by step, bytes per rank and step)."""
     from axonml_jax.cli.plan import price
     from axonml_jax.cli.records import read_records
-    from axonml_jax.cli.run import lay_ground
+    from axonml_jax.cli.run import set_up_run
     from axonml_jax.cli.train import train
     from axonml_jax.config.config import read_config
 
@@ -63,7 +63,7 @@ def run(steps: int, replicas: int, diloco: dict) -> tuple[dict[int, float], floa
         losses = {
             each.step: each.metrics["valid_loss"] for each in read_records(metrics) if "valid_loss" in each.metrics
         }
-        sent = price(config, lay_ground(config)).bytes_by_label["gradients"]
+        sent = price(config, set_up_run(config)).bytes_by_label["gradients"]
     return losses, float(sent)
 
 

@@ -33,8 +33,8 @@ from axonml_jax.checkpoint import places as in_folder
 from axonml_jax.checkpoint import saving
 from axonml_jax.checkpoint import saving as failures
 from axonml_jax.checkpoint.memory import MemoryCopies, restore_newest
+from axonml_jax.cli.loop import Preemption, Record
 from axonml_jax.cli.records import JsonLines
-from axonml_jax.cli.run import Preemption, Record
 from axonml_jax.sharding.layout import to_host
 from axonml_jax.training.callbacks import as_floats
 from axonml_jax.training.same_everywhere import check_same
