@@ -239,9 +239,9 @@ def test_no_file_is_named_after_nothing():
 
 
 CEILINGS = {
-    "files with more than five lines of code": 201,
+    "files with more than five lines of code": 202,
     "lines of code": 59_000,
-    "arrows between files": 1_420,
+    "arrows between files": 1_440,
     "methods of the widest class": 29,
     "modules that `ax.DDP` imports": 46,
     "calls of trainer(), DDP": 1_258,
@@ -259,7 +259,8 @@ kernels for GPUs brought four rooms, engines another three, the user's own mesh 
 layers of one's own and numbers that a model makes one each; and the objective of a step, which stood in a file of six
 ideas, has one of its own; rows that a model's own code mixes are looked for in one (and a walk) more; results without
 positions and numbers of rows in one more, and sixty refusals of a reading of the whole. Two files of a pipeline had grown
-to 1,500 lines and a dozen ideas: they are eight rooms of 130 to 550 lines, and its executor is a folder of its own."""
+to 1,500 lines and a dozen ideas: they are eight rooms of 130 to 550 lines, and its executor is a folder of its own; the loop
+of `train` stands beside what sets a run up."""
 
 
 @pytest.mark.slow  # the same on both ends
