@@ -47,6 +47,7 @@ MIXING = {
     "behind a derivative of its own": lambda h: h - jax.nn.relu(h.mean(0)),
     "by a constant of a loop": lambda h: constant_of_loop(h, h.mean(0)),
     "merged with features": lambda h: (h.reshape(-1) - h.reshape(-1).mean()).reshape(h.shape),
+    "by their covariance": lambda h: h @ jnp.linalg.inv(h.T @ h / 8 + jnp.eye(6)),
 }
 DECIDED = {
     "by their number": lambda h: h * (h > 0).sum(0),
@@ -191,6 +192,26 @@ PLANS = {
 def test_rows_that_a_model_mixes_are_those_of_the_whole_batch(kind, plan, loss):
     degrees, settings = PLANS[plan]
     assert_equals_single_device(Net(MIXING[kind]), LOSSES[loss], BATCH, settings, mesh=mesh_of(degrees), steps=2)
+
+
+class FastWeights(nnx.Module):
+    """Takes a step of gradient descent on all rows before it is applied to them, as in meta-learning."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.inner, self.last = (nnx.Linear(6, n, rngs=rngs, param_dtype=jnp.float64) for n in (6, 1))
+
+    def __call__(self, x):
+        start = self.inner.kernel[...]
+        step = jax.grad(lambda k: ((jax.nn.relu(x @ k) @ k - x[:, ::-1]) ** 2).mean())(start)
+        return self.last(jnp.tanh(x @ (start - 0.5 * step)))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_gradient_that_a_model_takes_of_its_weights_is_that_of_all_rows(plan, loss):
+    degrees, settings = PLANS[plan]
+    assert_equals_single_device(FastWeights(), LOSSES[loss], BATCH, settings, mesh=mesh_of(degrees), steps=2)
 
 
 @pytest.mark.parametrize("kind", DECIDED)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -17,6 +18,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.lax import optimization_barrier_p
 from jax.sharding import get_abstract_mesh
 
+from axonml_jax import base
 from axonml_jax.base import PyTree
 from axonml_jax.compat.order import under_mesh
 from axonml_jax.compat.varying_types import varying_alike, varying_axes
@@ -416,6 +418,22 @@ class Operation:
 def function_of(op: Operation) -> str:
     """The name of the function that a `custom_vjp` call runs; "" for all other equations."""
     return _inner(op.call).debug_info.func_name if op.name == "custom_vjp_call" and op.call is not None else ""
+
+
+def is_users_function(op: Operation) -> bool:
+    """Whether a call with a derivative of its own runs a function that is neither JAX's nor this library's."""
+    said = _inner(op.call).debug_info.func_src_info if op.call is not None else None
+    return not (said or "").rpartition(" at ")[2].startswith(_NOT_THE_USERS)
+
+
+def has_users_derivatives(jaxpr: Any) -> bool:
+    """Whether such a call is in a jaxpr, or in one inside it."""
+    calls = (Operation(eqn) for eqn in opened(jaxpr).equations if eqn.primitive.name == "custom_vjp_call")
+    inner = (body for eqn in opened(jaxpr).equations for body in jaxprs_among(eqn.params))
+    return any(map(is_users_function, calls)) or any(map(has_users_derivatives, inner))
+
+
+_NOT_THE_USERS = tuple(os.path.join(os.path.dirname(path), "") for path in (jax.__file__, base.__file__))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.base import named_leaves, warn
+from axonml_jax.compat.jaxpr import has_users_derivatives
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.compat.model_call import Transformed
 from axonml_jax.compat.order import callers_line
@@ -226,16 +227,18 @@ def _mixes(asked: Asked, traced: TracedAt, inlines: bool) -> bool:
     Code that reads how many rows there are, or which, counts as such.
     """
     mixing, numbering = mixing_inside(asked, traced(asked.everywhere)), _numbering(asked, traced)
+    bent = _own_gradients(asked, traced)
     said = [f"mixes rows of the batch: {'; '.join(mixing[:5])}"] if mixing else []
     said += (
         [f"reads the number of rows, or takes them by their numbers: {'; '.join(numbering[:5])}"] if numbering else []
     )
+    said += [f"has derivatives of its own that are no sum over rows: {'; '.join(bent[:5])}"] if bent else []
     if said and not (inlines and not _has_positions(asked)):
         warn(
             f"the model's code {', and '.join(said)}. In microbatches, and where positions or layers "
             "are split, it sees a part of them and may compute something else than on one device: mix rows in the loss "
-            "function, which has the whole batch, use a plan without these, or say by batch_stats='local' that a part's own "
-            "are meant"
+            "function, which has the whole batch, bend gradients in the optimizer, use a plan without these, or say by "
+            "batch_stats='local' that a part's own are meant"
         )
         return False
     return bool(said)
@@ -243,20 +246,37 @@ def _mixes(asked: Asked, traced: TracedAt, inlines: bool) -> bool:
 
 def _numbering(asked: Asked, traced: TracedAt) -> list[str]:
     """Where the model's own code reads the number of rows, or their numbers; none where its traces do not say."""
+    for whole, own, count in _pairs(asked, traced):
+        with following("rows by their numbers"), suppress(Unlike):
+            return numbering_inside(whole, own, count)
+    return []
+
+
+def _own_gradients(asked: Asked, traced: TracedAt) -> list[str]:
+    """Where derivatives of the user's own in the model are no sums over rows; none where its traces do not say."""
+    from axonml_jax.meaning.own_gradients import own_gradients
+
+    for whole, own, _ in _pairs(asked, traced):
+        if any(each.traced is not None and has_users_derivatives(each.traced) for each in own):
+            with following("derivatives of the model's own"):
+                return own_gradients(whole, own)
+    return []
+
+
+def _pairs(asked: Asked, traced: TracedAt) -> Iterator[tuple[list[Call], list[Call], int]]:
+    """The model's calls at the whole batch's shapes and at a rank's, of how many; then those of half the batch."""
     rows = [k for k, group in enumerate(asked.groups) if not group.positions]
     if len(rows) != 1 or not asked.mode.batch_norm_axes:
-        return []
+        return
     (number,), ranks = rows, asked.groups[rows[0]].ranks
     for part, count in ((asked, ranks), (asked.in_halves(), 2)):
         if part is None:
             continue
         try:
-            whole, own = traced(()).noted, (traced if part is asked else part.traced)((number,)).noted
+            pair = traced(()).noted, (traced if part is asked else part.traced)((number,)).noted, count
         except Exception:
-            return []  # the user's code takes only some shapes
-        with following("rows by their numbers"), suppress(Unlike):
-            return numbering_inside(whole, own, count)
-    return []
+            return  # the user's code takes only some shapes
+        yield pair
 
 
 def _makes_numbers(asked: Asked, whole: Traced, local: Traced) -> bool:

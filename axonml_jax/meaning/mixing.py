@@ -1,9 +1,10 @@
 """Code inside a model that mixes rows of the batch, such as `x - x.mean(0)`: found in the trace of its calls.
 
 Only what is certain is found: a reduction along the dim that holds the rows whose value then, as a float, as a condition or as
-the choice of a branch, meets rows again in an elementwise operation, a concatenation or a product. A count and a truth value of
-rows are followed through elementwise operations alone. Contractions over rows, sorts and lookups are not taken for it: routers
-of experts send every row by itself with them.
+the choice of a branch, meets rows again in an elementwise operation, a concatenation or a product. A count and a truth value
+of rows are followed through elementwise operations alone. A contraction over rows of two floats, as in the gradient of weights
+that code in the model takes, is such a reduction; not one with a mask (`Chosen`), nor sorts and lookups: routers of experts
+send every row by itself with them.
 
 Code that reads how many rows there are, or which, such as `x * len(x)`, is found by two traces of its calls.
 The traces, at the whole batch's shapes and at a rank's, are walked side by side. Only what is certain is found: a number that
@@ -62,6 +63,10 @@ def mixing_inside(asked: Asked, local: Traced) -> list[str]:
     return list(dict.fromkeys(walk.found))
 
 
+class Chosen(Split):
+    """The place of a mask of rows by whole numbers, such as a router's, and of what it multiplies."""
+
+
 class _Mixing(Following):
     """Follows rows on one rank, through the model's own code too."""
 
@@ -77,7 +82,18 @@ class _Mixing(Following):
         if self.axes.intersection(equation.op.mesh_axes) and rule_of(equation.name).sends is not None:
             return [self.none] * len(equation.outputs)
         self._choice = self.settled(given[0]) if equation.branches else ()
-        return super().equation(equation, given)
+        made = super().equation(equation, given)
+        return [tuple(map(_chosen, each)) for each in made] if self._chooses(equation.op, given) else made
+
+    @staticmethod
+    def _chooses(op: Operation, given: Sequence[Places]) -> bool:
+        """Whether an operation makes a mask of rows, or hands one on."""
+        rule, exact = rule_of(op.name), [not jnp.issubdtype(aval.dtype, jnp.inexact) for aval in op.given]
+        if rule.casts or rule.compares:
+            return any(exact) or _has_chosen(given)
+        if op.name == "select_n":
+            return _has_chosen(given)
+        return (is_elementwise(op.name) or rule.kind in ("placing", "heavy")) and _has_chosen(given)
 
     def _of_model(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
         program = read_program(self.noted[equation.op.options["number"]].traced, all_but_named)
@@ -105,6 +121,7 @@ class _Mixing(Following):
             self._note(op)
         reduces = op.name in _REDUCTIONS
         joined |= reduces and isinstance(places[0], Split) and bool(step.act)
+        joined |= step.made == (SUM,) and _contracts_floats(op, places)
         made = [_made(op.name, place, joined) for place in step.made]
         kept = [exact or reduces or jnp.issubdtype(aval.dtype, jnp.inexact) for aval in op.made]
         return [step._replace(made=tuple(m if m != JOINED or k else None for m, k in zip(made, kept, strict=True)))]
@@ -142,6 +159,20 @@ class _Mixing(Following):
         before = math.prod(old[: place.dim]) * place.outer
         there = [dim for dim, size in enumerate(new) if size == 1 and math.prod(new[:dim]) == before]
         return [Step((place,), (Split(there[0]) if there else None,))]
+
+
+def _contracts_floats(op: Operation, places: Sequence[Place]) -> bool:
+    """Whether a product sums over rows that both its operands hold as floats, none of them a mask."""
+    rows = [isinstance(place, Split) and not isinstance(place, Chosen) for place in places]
+    return op.name == "dot_general" and all(rows) and all(jnp.issubdtype(x.dtype, jnp.inexact) for x in op.given)
+
+
+def _chosen(place: Place) -> Place:
+    return Chosen(*place) if isinstance(place, Split) else place
+
+
+def _has_chosen(given: Sequence[Places]) -> bool:
+    return any(isinstance(place, Chosen) for (place,) in given)
 
 
 def _has_rows(values: Sequence[Places], avals: Sequence[Any]) -> bool:
