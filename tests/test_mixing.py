@@ -47,6 +47,7 @@ MIXING = {
     "behind a derivative of its own": lambda h: h - jax.nn.relu(h.mean(0)),
     "by a constant of a loop": lambda h: constant_of_loop(h, h.mean(0)),
     "merged with features": lambda h: (h.reshape(-1) - h.reshape(-1).mean()).reshape(h.shape),
+    "over an axis of vmap": lambda h: jax.vmap(lambda row: row - jax.lax.pmean(row, "b"), axis_name="b")(h),
     "by their covariance": lambda h: h @ jnp.linalg.inv(h.T @ h / 8 + jnp.eye(6)),
 }
 DECIDED = {
@@ -278,6 +279,10 @@ def test_an_evaluation_and_a_loop_of_gradients_mix_the_same_rows():
 
 
 PARTS = {
+    "by products": (
+        lambda h: h @ jnp.tanh(h.T @ h),
+        r"mixes rows of the batch: dot_general \(line \d+ of test_mixing.py",
+    ),
     "mixed": (MIXING["centred"], r"mixes rows of the batch: sub \(line \d+ of test_mixing.py"),
     "in a function of JAX": (lambda h: h / jnp.std(h, 0), r"mixes rows of the batch: sub \(line \d+ of test_mixing.py"),
     "counted": (NUMBERED["beside their number"], r"reads the number of rows, .*: add \(line \d+ of test_mixing.py"),

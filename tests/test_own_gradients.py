@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from jax.experimental.ode import odeint
 from meshes import mesh_of
 
 import axonml_jax as ax
@@ -38,6 +39,26 @@ def centred(x, w):
     return product(lambda x, w, g: ((g - g.mean(0)) @ w.T, (x - x.mean(0)).T @ g))(x, w)
 
 
+@jax.custom_jvp
+def by_mean(x):
+    return 2 * x
+
+
+@by_mean.defjvp
+def _(primals, tangents):
+    return by_mean(*primals), tangents[0] * (primals[0].mean(0) + 1)
+
+
+@jax.custom_jvp
+def by_itself(x):
+    return 2 * x
+
+
+@by_itself.defjvp
+def _(primals, tangents):
+    return by_itself(*primals), tangents[0] * jnp.cos(primals[0])
+
+
 def in_chunks(x, w, g):
     """The gradient of w summed chunk by chunk, as long products are."""
     chunks = jax.tree.map(lambda each: each.reshape(2, -1, each.shape[-1]), (x, g))
@@ -55,6 +76,7 @@ BENT = {
     "a constant": of_weights(lambda w, g: jnp.cos(w)),
     "in a loop": of_weights(lambda w, g: jax.lax.fori_loop(0, 2, lambda _, g: jnp.clip(2 * g, -0.01, 0.01), g)),
     "rows by all rows": centred,
+    "a rule for tangents": lambda x, w: by_mean(x @ w),
 }
 HANDED_ON = {
     "as it is": product(lambda x, w, g: (g @ w.T, x.T @ g)),
@@ -64,6 +86,7 @@ HANDED_ON = {
     "row by row": product(lambda x, w, g: (jnp.clip(g, -1, 1) @ w.T, x.T @ jnp.clip(g, -0.01, 0.01))),
     "in chunks": product(in_chunks),
     "none": of_weights(lambda w, g: jnp.zeros_like(g)),
+    "a rule for tangents": lambda x, w: by_itself(x @ w),
 }
 
 
@@ -101,11 +124,19 @@ PLANS = {
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("kind", [*BENT, *HANDED_ON])
-def test_a_derivative_sees_the_gradient_of_the_whole_batch(kind, plan):
+@pytest.mark.parametrize("apply", [*BENT.values(), *HANDED_ON.values()], ids=[*BENT, *HANDED_ON])
+def test_a_derivative_sees_the_gradient_of_the_whole_batch(apply, plan):
     degrees, settings = PLANS[plan]
-    model = Net((BENT | HANDED_ON)[kind])
+    model = Net(apply)
     assert_equals_single_device(model, mean, BATCH, settings, mesh=mesh_of(degrees), tx=optax.sgd(0.1), steps=2)
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+def test_a_derivative_whose_function_closes_over_arrays_works(plan):
+    degrees, settings = PLANS[plan]
+    solved = lambda x, w: odeint(lambda y, t: jnp.tanh(y @ w), x, jnp.array([0.0, 1.0]), rtol=1e-9, atol=1e-9)[-1]
+    mesh, tx = mesh_of(degrees), optax.sgd(0.1)
+    assert_equals_single_device(Net(solved), mean, BATCH, settings, mesh=mesh, tx=tx, steps=2)
 
 
 @pytest.mark.parametrize("kind", ["a clip", "a norm"])

@@ -20,7 +20,7 @@ from jax.sharding import get_abstract_mesh
 
 from axonml_jax import base
 from axonml_jax.base import PyTree
-from axonml_jax.compat.order import under_mesh
+from axonml_jax.compat.order import CALLS_WITH_GRADIENTS, under_mesh
 from axonml_jax.compat.varying_types import varying_alike, varying_axes
 
 # --------------------------------------------------------------------------------------------------
@@ -201,6 +201,16 @@ class Contraction(NamedTuple):
 _CALLS = frozenset(("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2"))
 
 
+_OVER_DIMS = {"psum": "reduce_sum", "pmax": "reduce_max", "pmin": "reduce_min"}
+
+
+def _name_of(eqn: Any) -> str:
+    name, axes = eqn.primitive.name, eqn.params.get("axes", ())
+    if name not in _OVER_DIMS or any(isinstance(axis, str) for axis in axes):
+        return name
+    return _OVER_DIMS[name] if axes else "copy"
+
+
 class Operation:
     """A typed view of one equation.
 
@@ -209,14 +219,14 @@ class Operation:
       call: the call that it was taken out of; None: none.
 
     Attributes:
-      name: the primitive's.
+      name: the primitive's; of a collective over dims (`jax.vmap` makes them of one over its own axis) that of the reduction.
       operands: the variables and literals that it reads.
       results: the variables that it defines.
     """
 
     def __init__(self, eqn: Any, call: "Operation | None" = None):
         self.eqn, self._taken_from = eqn, call
-        self.name: str = eqn.primitive.name
+        self.name: str = _name_of(eqn)
         self.operands: Sequence[Any] = eqn.invars
         self.results: Sequence[Any] = eqn.outvars
 
@@ -319,6 +329,11 @@ class Operation:
         manual = frozenset(params["newly_manual_axes"])
         options = {key: params[key] for key in ("mesh", "in_specs", "out_specs", "check_vma")} | {"axis_names": manual}
         return Mapped(params["jaxpr"], dict(params["mesh"].shape), manual, options)
+
+    @property
+    def num_closed_over(self) -> int:
+        """How many of its first operands a function with a derivative of its own (`jax.custom_vjp`) closes over."""
+        return self.eqn.params.get("num_consts", 0) if self.name == "custom_vjp_call" else 0
 
     # What it does
 
@@ -428,7 +443,7 @@ def is_users_function(op: Operation) -> bool:
 
 def has_users_derivatives(jaxpr: Any) -> bool:
     """Whether such a call is in a jaxpr, or in one inside it."""
-    calls = (Operation(eqn) for eqn in opened(jaxpr).equations if eqn.primitive.name == "custom_vjp_call")
+    calls = (Operation(eqn) for eqn in opened(jaxpr).equations if eqn.primitive.name in CALLS_WITH_GRADIENTS)
     inner = (body for eqn in opened(jaxpr).equations for body in jaxprs_among(eqn.params))
     return any(map(is_users_function, calls)) or any(map(has_users_derivatives, inner))
 

@@ -372,19 +372,24 @@ def forward_derivative(op: Any, *, typed: bool = False) -> Program:
 
 
 def backward_derivative(op: Any) -> Program:
-    """The program of the cotangents of a call's floating operands, from its operands and its results' cotangents."""
-    floats, avals = floats_of(op.given), op.given
+    """The program of the cotangents of a call's floating operands, from its operands and its results' cotangents.
+
+    Those of constants that the call's function closes over are zero: JAX refuses to differentiate by them.
+    """
+    floats, avals, closed = floats_of(op.given), op.given, op.num_closed_over
+    open_ = [k for k in floats if k >= closed]
 
     def pulled(*given: Any) -> Any:
         given = tuple(_typed(given, [*avals, *(op.made[k] for k in floats_of(op.made))]))
         args = given[: len(avals)]
 
         def call(*moving: Any) -> list:
-            own = dict(zip(floats, moving, strict=True))
+            own = dict(zip(open_, moving, strict=True))
             outs = op.bind([own.get(k, x) if k in own else x for k, x in enumerate(args)])
             return [outs[k] for k in floats_of(op.made)]
 
-        return jax.vjp(call, *[args[k] for k in floats])[1](list(given[len(avals) :]))
+        found = jax.vjp(call, *[args[k] for k in open_])[1](list(given[len(avals) :]))
+        return [*(jnp.zeros_like(args[k]) for k in floats if k < closed), *found]
 
     outs = shapes_of(op.made)
     return read_program(trace(pulled, *shapes_of(avals), *[outs[k] for k in floats_of(op.made)]).jaxpr, all_but_named)

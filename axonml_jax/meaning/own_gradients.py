@@ -1,4 +1,4 @@
-"""Derivatives of a user's own inside a model (`jax.custom_vjp`) that are no sum over rows, as a clipped gradient of weights is.
+"""Derivatives of a user's own in a model (`custom_vjp`, `custom_jvp`) that are no sum over rows, as a clipped gradient is.
 
 A rank, or a microbatch, has the gradients of its rows alone, and they are added up afterwards. That is the gradient of the
 whole batch if a derivative hands on a sum over rows as it is: what bends it (a clip, a sign, a norm), adds to it, or joins it
@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from axonml_jax.compat.jaxpr import Operation, is_users_function
-from axonml_jax.meaning.interpreter import backward_derivative, floats_of
+from axonml_jax.compat.order import CALLS_WITH_GRADIENTS
+from axonml_jax.meaning.interpreter import backward_derivative, floats_of, forward_derivative
 from axonml_jax.meaning.model_call import Call
 from axonml_jax.meaning.places import SUM, Group, Place, Split, step_of
 from axonml_jax.program.program import (
@@ -100,23 +101,30 @@ class _Walk:
         inner = equation.called if equation.called is not None else equation.body
         if inner is not None and not op.name.startswith("scatter"):
             made = self.program(inner, given)
-            if op.name == "custom_vjp_call" and not self._behind and is_users_function(op):
-                self._derivative(op, given, made)
+            if op.name in CALLS_WITH_GRADIENTS and not self._behind and is_users_function(op):
+                self._behind = True
+                try:
+                    self._backward(op, given, made) if op.name == "custom_vjp_call" else self._forward(op, given, made)
+                finally:
+                    self._behind = False
             return made
         if rule_of(op.name).casts or rule_of(op.name).passes:
             return given
         return self._made(op, given)
 
-    def _derivative(self, op: Operation, given: list[State], made: list[State]) -> None:
+    def _forward(self, op: Operation, given: list[State], made: list[State]) -> None:
+        """Notes where a call's own rule for tangents joins rows with a sum over them, and the call itself does not."""
+        program = forward_derivative(op)
+        found = self.program(program, [*given, *(given[k] for k in floats_of(op.given))])
+        calls = [made[k] for k in floats_of(op.made)]
+        for state, call in zip(found[len(made) :], calls, strict=True):
+            if state.kind == "bent" and call.kind in ("rows", "free"):
+                self.found.append(state.note)
+
+    def _backward(self, op: Operation, given: list[State], made: list[State]) -> None:
         """Notes what a call's own derivative makes of its results' cotangents, if it is no sum over rows."""
         floats, results = floats_of(op.given), [made[k] for k in floats_of(op.made)]
-        if not any(state.kind == "rows" for state in [*given, *results]) and all(s.kind == "zero" for s in results):
-            return
-        self._behind = True
-        try:
-            found = self.program(backward_derivative(op), [*given, *map(_cotangent, results)])
-        finally:
-            self._behind = False
+        found = self.program(backward_derivative(op), [*given, *map(_cotangent, results)])
         for k, state in zip(floats, found, strict=True):
             wanted = _cotangent(given[k]).kind
             if state.kind == "bent" and wanted != "other":
