@@ -236,6 +236,66 @@ def test_what_is_not_drawn_row_by_row_is_refused_with_its_line(what):
         model.value_and_grad(mean)(BATCH)
 
 
+def test_a_draw_of_the_loss_that_is_not_known_row_by_row_is_refused_and_no_number_of_rows_is_blamed():
+    mixup = lambda model, b: jax.random.beta(model.rngs(), 0.4, 0.4) * masked(model, b)[0]
+    model = ax.parallelize(Noise(lambda key, x: 0), mesh_of(data=4), ax.Plan(draws="rows"))
+    with pytest.raises(
+        ValueError, match=r"random_gamma of shape \(\) \(line \d+ of test_draws.py.*not known to draw"
+    ):
+        model.value_and_grad(mixup)(BATCH)
+
+
+def both_draw(model, batch):
+    """As in diffusion: noise in the model, and noise in the loss."""
+    noise = jax.random.normal(model.rngs.noise(), (ROWS, 3))[: len(batch["x"])]
+    made = model(batch["x"]) - model.layer(batch["x"])
+    alike = jnp.isclose(made[:, None], noise[None], atol=1e-12).all(-1).sum()
+    return jnp.mean((model(batch["x"]) - noise) ** 2), {"alike": alike}
+
+
+@pytest.mark.parametrize("plan", ["one device", "microbatches", "ddp", "zero3"])
+def test_the_loss_and_the_model_draw_other_numbers_from_one_stream(plan):
+    settings = {
+        "one device": ({"data": 1}, ax.Plan()),
+        "microbatches": ({"data": 1}, ax.Plan(accumulate=2)),
+        "ddp": ({"data": 4}, ax.Plan()),
+        "zero3": ({"fsdp": 4}, ax.Plan(fsdp=ax.Shard())),
+    }
+    degrees, chosen = settings[plan]
+    model = ax.parallelize(Noise(lambda key, x: jax.random.normal(key, x.shape)), mesh_of(degrees), chosen)
+    trainer = model.trainer(optax.sgd(0.0), both_draw)
+    assert all(int(trainer.step(BATCH)["alike"]) == 0 for _ in range(2))
+    if degrees == {"data": 4}:
+        by_rows = ax.parallelize(
+            Noise(lambda key, x: jax.random.normal(key, x.shape)), mesh_of(data=4), ax.Plan(draws="rows")
+        )
+        with pytest.raises(ValueError, match=r"the same random stream \(rngs/default\).*a stream of its own"):
+            by_rows.trainer(optax.sgd(0.0), both_draw).step(BATCH)
+
+
+class StackedDropout(nnx.Module):
+    """As many layers in a loop as a rank has rows, each with streams of its own."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        make = nnx.vmap(lambda rngs: nnx.Dropout(0.5, rngs=rngs), in_axes=0)
+        self.first, self.last = (nnx.Linear(6, n, rngs=rngs, param_dtype=jnp.float64) for n in (6, 3))
+        self.drops = nnx.split_rngs(splits=4)(make)(rngs)
+
+    def __call__(self, x):
+        run = nnx.scan(lambda x, drop: drop(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        return self.last(run(jnp.tanh(self.first(x)), self.drops))
+
+
+def test_a_stack_of_as_many_layers_as_a_rank_has_rows_is_not_taken_for_rows():
+    step = lambda degrees: ax.parallelize(StackedDropout(), mesh_of(degrees), ax.Plan(draws="rows")).value_and_grad(
+        mean
+    )
+    (one, own), (four, got) = step({"data": 1})(BATCH), step({"data": 4})(BATCH)
+    np.testing.assert_allclose(four, one, rtol=1e-12)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), got, own)
+
+
 class OwnAttention(nnx.Module):
     """Attention in blocks that no layer of the library calls."""
 

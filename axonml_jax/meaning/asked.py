@@ -36,6 +36,7 @@ class Traced:
       changed: the paths of the variables that the loss changed itself.
       weighted: it returned `WeightedMean`s alone.
       draws: what it draws outside of these calls, where keys are those of rows.
+      shared: the model's random streams from which both it and these calls draw.
     """
 
     program: Program
@@ -44,6 +45,7 @@ class Traced:
     changed: tuple[Path, ...]
     weighted: bool
     draws: tuple[Drawn, ...] = ()
+    shared: tuple[str, ...] = ()
 
     def reads(self, fixed: int) -> bool:
         """Whether a call of the model, or one of its variables, the first `fixed` inputs, reaches the loss."""
@@ -181,6 +183,7 @@ class Asked:
                 loss, seen["weighted"] = _parsed(self.loss_fn(bound, batch))
                 changed = calls.changed_by_loss(bound)
             seen["changed"] = tuple(changed)
+            seen["shared"] = tuple(sorted("/".join(map(str, at)) for at in calls.drawn & calls.drawn_by_loss))
             return loss, [x for value in changed.values() for x in jax.tree.leaves(value)]
 
         with self._seen(parts):
@@ -192,6 +195,7 @@ class Asked:
             seen["changed"],
             seen["weighted"],
             drawn_by_rows(self.key, traced.jaxpr),
+            seen["shared"],
         )
 
     def called(self, call: Call, shapes: Sequence[Sequence[int]], parts: Sequence[int]) -> Call:

@@ -457,13 +457,19 @@ def refuse_draws(asked: Asked, found: Decided | str) -> None:
       found: how it is run (see `decided`).
 
     Raises:
-      ValueError: naming the draw, the user's line and the remedy.
+      ValueError: naming the draw, the user's line and the remedy; and the streams from which both the loss and the model draw.
     """
     if not is_row_key(asked.key):
         return
     rows, pairs = rows_of(asked.key), []
     if isinstance(found, Decided):
         whole, noted = found.whole, found.noted[0]
+        if whole.shared:
+            raise ValueError(
+                f'draws="rows": the loss and the model draw from the same random stream ({", ".join(whole.shared)}), in an '
+                "order that ranks cannot keep: give the loss a stream of its own, as in nnx.Rngs(params=0, noise=1, "
+                'loss_noise=2), or take draws="shards"'
+            )
     else:
         try:
             whole, local = asked.traced(()), asked.traced(asked.everywhere)
@@ -516,4 +522,6 @@ def _whole_problem(each: Drawn, rows: int) -> str | None:
     if each.name in KNOWN and not _seems_rows(each, rows):
         return None
     where = f"{each.name} of shape {each.shape} ({each.line or 'no line known'})"
+    if each.name not in KNOWN:
+        return f"{where} of the loss is not known to draw the same on any number of ranks: make it of uniform or normal draws"
     return f"{where} of the loss has a dim of {rows}, as many as a rank has rows: take another batch size"

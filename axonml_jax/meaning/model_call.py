@@ -21,7 +21,7 @@ from axonml_jax.base import is_array, named_leaves
 from axonml_jax.collectives.primitives import vary
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.model_call import PRIMITIVE, Transformed, model_call
-from axonml_jax.compat.row_keys import Drawn, drawn_by_rows
+from axonml_jax.compat.row_keys import Drawn, drawn_by_rows, is_row_key
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.meaning.following import Following
 from axonml_jax.meaning.places import SUM, Group, Place, Places, Split, split_sizes
@@ -104,6 +104,8 @@ class Calls:
       model, mode, variables, key: the model, and how and to what it is bound.
       axes: the mesh axes over which a rank's arrays are typed as varying.
       noted: the calls, in order.
+      drawn: the random streams that calls have drawn from, by path.
+      drawn_by_loss: those that the loss itself has.
     """
 
     model: Functional
@@ -112,6 +114,8 @@ class Calls:
     key: jax.Array
     axes: tuple[str, ...]
     noted: list[Call] = field(default_factory=list)
+    drawn: set[Path] = field(default_factory=set)
+    drawn_by_loss: set[Path] = field(default_factory=set)
     _there: dict[Path, Any] = field(default_factory=dict)
     _settings: Settings = field(default_factory=lambda: Settings(()))
     _touched: set[tuple[Path, str]] = field(default_factory=set)
@@ -127,6 +131,8 @@ class Calls:
             yield bound
             return
         nodes = list(nnx.iter_graph(bound))
+        if not is_row_key(self.key):  # under keys of rows `refuse_draws` refuses a stream from which both draw
+            _turn_streams(nodes)
         self._there = _values(nodes)
         self._settings = Settings(nodes)
         modules = [(path, node) for path, node in nodes if isinstance(node, nnx.Module)]
@@ -134,8 +140,10 @@ class Calls:
         for _, module in modules:
             module.__class__ = _nnx_stand_in(type(module))
         _STANDING.update(own)
+        counts = _counts(nodes)
         try:
             yield bound
+            self.drawn_by_loss |= _drawn_from(nodes, counts)
         finally:
             for each in own:
                 del _STANDING[each]
@@ -191,11 +199,12 @@ class Calls:
             if within:
                 own.fix()
             nodes = [] if isinstance(own, BoundLinen) else list(nnx.iter_graph(own))
-            before = _values(nodes) if nodes else variables_of(own)
+            before, counts = _values(nodes) if nodes else variables_of(own), _counts(nodes)
             with having(own, attributes):
                 settings = Settings(nodes)
                 out = _invoke(own, path, method, treedef, rest, arrays)
                 seen["set"] = settings.changed(variables=False)
+            self.drawn |= _drawn_from(nodes, counts)
             after = variables_of(own)
             new = {at: x for at, x in after.items() if at not in before or not _same(before[at], x)}
             seen.update(new=new, treedef=jax.tree.structure(out))
@@ -296,6 +305,29 @@ def variables_of(bound: Any) -> dict[Path, Any]:
 def _values(nodes: Iterable[tuple[Path, Any]]) -> dict[Path, Any]:
     variables = ((path, x) for path, x in nodes if isinstance(x, nnx.Variable) and not isinstance(x, nnx.RngState))
     return {path: x.get_raw_value() for path, x in variables}
+
+
+def _counts(nodes: Iterable[tuple[Path, Any]]) -> dict[Path, Any]:
+    """How often each random stream has been drawn from, by its path."""
+    return {path[:-1]: x.get_raw_value() for path, x in nodes if isinstance(x, nnx.RngCount)}
+
+
+_OF_LOSS = 0x6C6F7373
+"""What tells the loss's own draws from those of the model's calls."""
+
+
+def _turn_streams(nodes: Iterable[tuple[Path, Any]]) -> None:
+    """Gives a stand-in's streams keys of their own: it and the calls do not see how often the other has drawn."""
+    turned = lambda key: jax.random.fold_in(key, _OF_LOSS)
+    for _, node in nodes:
+        if isinstance(node, nnx.RngKey):
+            keys = node.get_raw_value()
+            new = jax.vmap(turned)(keys.reshape(-1)).reshape(keys.shape) if keys.shape else turned(keys)
+            node.set_raw_value(new)
+
+
+def _drawn_from(nodes: Iterable[tuple[Path, Any]], before: Mapping[Path, Any]) -> set[Path]:
+    return {path for path, count in _counts(nodes).items() if count is not before[path]}
 
 
 def put_variables(bound: Any, values: Mapping[Path, Any]) -> None:

@@ -224,9 +224,10 @@ class WholeBatch:
         try:
             decided = in_microbatches(asked, decided, two_sweeps=self.two_sweeps)
         except Unclear:
+            why = " (the error above says why)" if decided.failed is not None else ""
             raise ValueError(
-                "the loss cannot be traced with a microbatch's rows alone (the error above, if there is one, says why), so "
-                "the results of its calls of the model there are unknown: take all rows at once (accumulate=1, "
+                f"it is not known what the loss's calls of the model return for a microbatch's rows alone{why}, as the loss "
+                "gives them other rows, or other sizes, than it is given: take all rows at once (accumulate=1, "
                 "num_microbatches=1)"
             ) from decided.failed
         groups = (self.group, *self._among_positions)

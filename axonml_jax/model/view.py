@@ -30,6 +30,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from axonml_jax.base import PyTree, is_array, logger, named_leaves, path_name
 from axonml_jax.compat.order import current_trace, noting_lacked_streams
+from axonml_jax.compat.row_keys import is_row_key
 from axonml_jax.model.buffers import (
     HOOK,
     Join,
@@ -1104,10 +1105,18 @@ class NNXFunctional(Functional):
         for i, leaf in enumerate(leaves):
             if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 stream = jax.random.fold_in(key, i)
-                fresh.append(jax.random.split(stream, leaf.shape) if leaf.shape else stream)
+                fresh.append(_keys_of(stream, leaf.shape) if leaf.shape else stream)
             else:
                 fresh.append(jnp.zeros(leaf.shape, leaf.dtype))
         return treedef.unflatten(fresh)
+
+
+def _keys_of(stream: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Keys of a stack of streams; under keys of rows none of its dims is taken for the rows."""
+    if not is_row_key(stream):
+        return jax.random.split(stream, shape)
+    numbers = jnp.arange(math.prod(shape))
+    return jax.vmap(lambda number: jax.random.fold_in(stream, number))(numbers).reshape(shape)
 
 
 def _without_intermediates(state) -> PyTree:

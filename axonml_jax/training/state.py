@@ -159,7 +159,8 @@ def with_rate(opt_state: Any, rate: float) -> Any:
       rate: what the next updates take.
 
     Raises:
-      ValueError: when the state has none, several that differ, or one that a schedule makes anew in every update.
+      ValueError: when the state has none, several that differ, or one that a schedule makes anew in every update; and when
+        processes give other rates.
     """
     injected_rate(opt_state)
     if any(f"/{_SCHEDULED}" in f"/{name}" for name in named_leaves(opt_state)):
@@ -171,7 +172,13 @@ def with_rate(opt_state: Any, rate: float) -> Any:
     def changed(path: Any, leaf: Any) -> Any:
         if not f"/{path_name(path)}".endswith(f"/{_INJECTED}"):
             return leaf
-        return jax.device_put(np.full(leaf.shape, rate, leaf.dtype), leaf.sharding)
+        try:
+            return jax.device_put(np.full(leaf.shape, rate, leaf.dtype), leaf.sharding)
+        except AssertionError:  # JAX compares it over processes
+            raise ValueError(
+                f"the learning rate {rate!r} of this process is not that of every other: set the same in all, such as one that "
+                "is computed from metrics, which all have"
+            ) from None
 
     return jax.tree_util.tree_map_with_path(changed, opt_state)
 

@@ -521,7 +521,7 @@ def over_rows(join, x):
 
 
 simple(
-    "sums, means and maxima over an axis of vmap",
+    "sums and means over an axis of vmap",
     lambda o, net, b: (
         (over_rows(jax.lax.psum, o) ** 2).mean()
         + jax.nn.logsumexp(over_rows(jax.lax.pmean, o))
