@@ -244,9 +244,7 @@ class Quiet(Noise):
 def test_a_draw_of_the_loss_that_is_not_known_row_by_row_is_refused_and_no_number_of_rows_is_blamed():
     mixup = lambda model, b: jax.random.beta(model.rngs(), 0.4, 0.4) * masked(model, b)[0]
     model = ax.parallelize(Quiet(None), mesh_of(data=4), ax.Plan(draws="rows"))
-    with pytest.raises(
-        ValueError, match=r"random_gamma of shape \(\) \(line \d+ of test_draws.py.*not known to draw"
-    ):
+    with pytest.raises(ValueError, match=r"random_gamma of shape \(\) \(line \d+ of test_draws.py.*not known to draw"):
         model.value_and_grad(mixup)(BATCH)
 
 
