@@ -204,9 +204,9 @@ _CALLS = frozenset(("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", 
 _OVER_DIMS = {"psum": "reduce_sum", "pmax": "reduce_max", "pmin": "reduce_min"}
 
 
-def _name_of(eqn: Any) -> str:
-    name, axes = eqn.primitive.name, eqn.params.get("axes", ())
-    if name not in _OVER_DIMS or any(isinstance(axis, str) for axis in axes):
+def _over_dims(eqn: Any) -> str:
+    name, axes = eqn.primitive.name, eqn.params["axes"]
+    if any(isinstance(axis, str) for axis in axes):
         return name
     return _OVER_DIMS[name] if axes else "copy"
 
@@ -226,7 +226,8 @@ class Operation:
 
     def __init__(self, eqn: Any, call: "Operation | None" = None):
         self.eqn, self._taken_from = eqn, call
-        self.name: str = _name_of(eqn)
+        name = eqn.primitive.name
+        self.name: str = name if name not in _OVER_DIMS else _over_dims(eqn)
         self.operands: Sequence[Any] = eqn.invars
         self.results: Sequence[Any] = eqn.outvars
 
@@ -329,11 +330,6 @@ class Operation:
         manual = frozenset(params["newly_manual_axes"])
         options = {key: params[key] for key in ("mesh", "in_specs", "out_specs", "check_vma")} | {"axis_names": manual}
         return Mapped(params["jaxpr"], dict(params["mesh"].shape), manual, options)
-
-    @property
-    def num_closed_over(self) -> int:
-        """How many of its first operands a function with a derivative of its own (`jax.custom_vjp`) closes over."""
-        return self.eqn.params.get("num_consts", 0) if self.name == "custom_vjp_call" else 0
 
     # What it does
 
@@ -439,6 +435,11 @@ def is_users_function(op: Operation) -> bool:
     """Whether a call with a derivative of its own runs a function that is neither JAX's nor this library's."""
     said = _inner(op.call).debug_info.func_src_info if op.call is not None else None
     return not (said or "").rpartition(" at ")[2].startswith(_NOT_THE_USERS)
+
+
+def num_closed_over(op: Operation) -> int:
+    """How many of its first operands a function with a derivative of its own (`jax.custom_vjp`) closes over."""
+    return op.eqn.params.get("num_consts", 0) if op.name == "custom_vjp_call" else 0
 
 
 def has_users_derivatives(jaxpr: Any) -> bool:

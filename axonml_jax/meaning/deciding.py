@@ -254,10 +254,10 @@ def _numbering(asked: Asked, traced: TracedAt) -> list[str]:
 
 def _own_gradients(asked: Asked, traced: TracedAt) -> list[str]:
     """Where derivatives of the user's own in the model are no sums over rows; none where its traces do not say."""
-    from axonml_jax.meaning.own_gradients import own_gradients
-
     for whole, own, _ in _pairs(asked, traced):
         if any(each.traced is not None and has_users_derivatives(each.traced) for each in own):
+            from axonml_jax.meaning.own_gradients import own_gradients
+
             with following("derivatives of the model's own"):
                 return own_gradients(whole, own)
     return []

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axonml_jax.collectives.primitives import max_over, vary, vary_like
-from axonml_jax.compat.jaxpr import Operation, trace
+from axonml_jax.compat.jaxpr import Operation, num_closed_over, trace
 from axonml_jax.meaning.following import Following, TalksItself, Watching
 from axonml_jax.meaning.places import SUM, Places, Split, shifted
 from axonml_jax.meaning.values import ACTS, Ranks, Value
@@ -376,7 +376,7 @@ def backward_derivative(op: Any) -> Program:
 
     Those of constants that the call's function closes over are zero: JAX refuses to differentiate by them.
     """
-    floats, avals, closed = floats_of(op.given), op.given, op.num_closed_over
+    floats, avals, closed = floats_of(op.given), op.given, num_closed_over(op)
     open_ = [k for k in floats if k >= closed]
 
     def pulled(*given: Any) -> Any:

@@ -207,17 +207,15 @@ class Calls:
             self.drawn |= _drawn_from(nodes, counts)
             after = variables_of(own)
             new = {at: x for at, x in after.items() if at not in before or not _same(before[at], x)}
-            seen.update(new=new, treedef=jax.tree.structure(out))
-            seen["rest"] = _without_arrays(out, [*rest, own], path, method)
+            seen.update(new=new, out=(jax.tree.structure(out), _without_arrays(out, [*rest, own], path, method)))
             return [*_arrays(out), *jax.tree.leaves(list(new.values()))]
 
         traced = trace(fun, self.variables, self.key, arrays)
         made, given = traced.made, tuple(jax.typeof(x) for x in arrays)
         drawn = drawn_by_rows(self.key, traced.jaxpr)
-        out = seen["treedef"], seen["rest"]
-        call = Call(
-            path, method, treedef, rest, given, tuple(made), *out, tuple(seen["new"]), attributes, drawn, traced.jaxpr
-        )
+        changed, (tree, arrays_of) = tuple(seen["new"]), seen["out"]
+        about = attributes, drawn, traced.jaxpr
+        call = Call(path, method, treedef, rest, given, tuple(made), tree, arrays_of, changed, *about)
         self.noted.append(call)
         out = self._answered(bound, call, arrays, seen["new"])
         self._there = variables_of(bound) if call.changed else there

@@ -30,7 +30,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from axonml_jax.base import PyTree, is_array, logger, named_leaves, path_name
 from axonml_jax.compat.order import current_trace, noting_lacked_streams
-from axonml_jax.compat.row_keys import is_row_key
 from axonml_jax.model.buffers import (
     HOOK,
     Join,
@@ -1113,6 +1112,8 @@ class NNXFunctional(Functional):
 
 def _keys_of(stream: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Keys of a stack of streams; under keys of rows none of its dims is taken for the rows."""
+    from axonml_jax.compat.row_keys import is_row_key
+
     if not is_row_key(stream):
         return jax.random.split(stream, shape)
     numbers = jnp.arange(math.prod(shape))
