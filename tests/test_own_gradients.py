@@ -147,6 +147,18 @@ def test_in_a_linen_model_too(kind):
     assert_equals_single_device(model, mean, BATCH, ax.Plan(), params=params, mesh=mesh, tx=tx, steps=2)
 
 
+def test_a_weighted_mean_is_divided_after_its_derivatives():
+    clipped = jax.custom_vjp(lambda x: x)
+    clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.01, 0.01),))
+    model = Net(lambda x, w: clipped(x @ w))
+    total = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).sum()
+    weighted = lambda model, batch: ax.WeightedMean(total(model, batch), float(len(batch["x"])))
+    grads = nnx.to_pure_dict(nnx.grad(total)(model, BATCH))["first"]["kernel"] / 16
+    for degrees, plan in (({"data": 1}, ax.Plan()), ({"data": 4}, ax.Plan()), ({"data": 2}, ax.Plan(accumulate=2))):
+        _, own = ax.parallelize(model, mesh_of(degrees), plan).value_and_grad(weighted)(BATCH)
+        np.testing.assert_allclose(own["first"]["kernel"], grads, rtol=1e-9, atol=1e-12)
+
+
 MICROBATCHES = {
     "accumulate": ({"data": 2}, ax.Plan(accumulate=2)),
     "pipeline": ({"pipe": 2}, ax.Plan(pipe=ax.Pipelined(num_microbatches=2, split=("last",)))),
