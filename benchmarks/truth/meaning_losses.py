@@ -522,11 +522,7 @@ def over_rows(join, x):
 
 simple(
     "sums and means over an axis of vmap",
-    lambda o, net, b: (
-        (over_rows(jax.lax.psum, o) ** 2).mean()
-        + jax.nn.logsumexp(over_rows(jax.lax.pmean, o))
-        + over_rows(jax.lax.pmax, o).sum()
-    ),
+    lambda o, net, b: (over_rows(jax.lax.psum, o) ** 2).mean() + jax.nn.logsumexp(over_rows(jax.lax.pmean, o)),
 )
 simple(
     "masked mean over an axis of vmap",
