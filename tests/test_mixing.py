@@ -194,7 +194,40 @@ def test_rows_that_a_model_mixes_are_those_of_the_whole_batch(kind, plan, loss):
     assert_equals_single_device(Net(MIXING[kind]), LOSSES[loss], BATCH, settings, mesh=mesh_of(degrees), steps=2)
 
 
-@pytest.mark.parametrize("plan", ["ddp", "zero3"])  # in typed mode JAX's own vmap has no collectives
+def over_rows(join, x):
+    """A collective over the axis of one's own `jax.vmap` of rows."""
+    return jax.vmap(lambda row: join(row, "row"), axis_name="row", out_axes=None)(x)
+
+
+def of_sums(model, batch):
+    made = model(batch["x"])
+    loss = (over_rows(jax.lax.psum, made) ** 2).mean() + jax.nn.logsumexp(over_rows(jax.lax.pmean, made))
+    return loss + mean(model, batch), {"total": over_rows(jax.lax.psum, made).sum(), "largest": largest_of(made)}
+
+
+def largest_of(x):
+    return over_rows(jax.lax.pmax, jax.lax.stop_gradient(x)).sum()
+
+
+def masked(model, batch):
+    made, kept = model(batch["x"])[:, 0], (batch["y"][:, 0] > 1).astype(float)
+    return over_rows(jax.lax.psum, jnp.square(made) * kept) / over_rows(jax.lax.psum, kept)
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+@pytest.mark.parametrize("loss", [of_sums, masked])
+def test_losses_over_an_axis_of_vmap_mean_all_rows(loss, plan):
+    degrees, settings = PLANS[plan]
+    assert_equals_single_device(Net(jnp.tanh), loss, BATCH, settings, mesh=mesh_of(degrees), steps=2)
+
+
+def test_typed_mode_refuses_collectives_over_an_axis_of_vmap_with_the_line():
+    trainer = ax.DDP(Net(jnp.tanh), mesh_of(data=2), check_vma=True).trainer(optax.sgd(0.1), masked)
+    with pytest.raises(ValueError, match=r"fails at .*test_mixing.py:\d+.*over an axis of jax.vmap.*check_vma=False"):
+        trainer.step(BATCH)
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
 def test_collectives_over_an_axis_of_vmap_are_of_all_rows(plan):
     degrees, settings = PLANS[plan]
     largest = lambda row: jax.lax.pmax(jax.lax.stop_gradient(abs(row).sum()), "b")  # JAX does not differentiate it

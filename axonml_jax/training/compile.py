@@ -327,9 +327,19 @@ _UNLIKE_TYPES = {
 
 @contextmanager
 def explain_types(check_vma: bool) -> Iterator[None]:
-    """Turn JAX's error about varying types that a loop or a conditional mixes into one that names its line and the remedy."""
+    """Turn JAX's errors about varying types that code of the user's mixes into one that names its line and the remedy."""
     try:
         yield
+    except AssertionError as error:
+        removed = any(
+            "JAX has removed" in note for note in getattr(error, "__notes__", ())
+        )  # frames of JAX, the last ones
+        if not check_vma or str(error) or not removed:
+            raise
+        raise ValueError(
+            f"check_vma=True: an assertion of JAX's typed mode fails at {callers_line(error)}, as it does of a collective over "
+            "an axis of jax.vmap. Use check_vma=False (the default), or a reduction without such an axis, such as x.mean(0)"
+        ) from error
     except TypeError as error:
         text = str(error)
         found = next((said for words, said in _UNLIKE_TYPES.items() if words in text), None)

@@ -513,18 +513,3 @@ simple(
     lambda o, net, b: optax.huber_loss(o, b["target"]).sum() + optax.cosine_distance(o, b["target"]).sum(),
 )
 simple("optax ranking softmax over the batch", lambda o, net, b: optax.losses.ranking_softmax_loss(o[:, 0], b["mask"]))
-
-
-def over_rows(join, x):
-    """A collective over the axis of one's own `jax.vmap` of rows."""
-    return jax.vmap(lambda row: join(row, "row"), axis_name="row", out_axes=None)(x)
-
-
-simple(
-    "sums and means over an axis of vmap",
-    lambda o, net, b: (over_rows(jax.lax.psum, o) ** 2).mean() + jax.nn.logsumexp(over_rows(jax.lax.pmean, o)),
-)
-simple(
-    "masked mean over an axis of vmap",
-    lambda o, net, b: over_rows(jax.lax.psum, nll(o, b["y"]) * b["mask"]) / over_rows(jax.lax.psum, b["mask"]),
-)
