@@ -290,6 +290,22 @@ class StackedDropout(nnx.Module):
         return self.last(run(jnp.tanh(self.first(x)), self.drops))
 
 
+def centred(key, x):
+    noise = jax.random.normal(key, x.shape, x.dtype)
+    return jnp.tanh(noise - noise.mean(0)) * x
+
+
+@pytest.mark.parametrize("plan", [{"data": 4}, {"fsdp": 4}], ids=str)
+def test_noise_that_the_model_centres_over_rows_is_centred_over_all(plan):
+    settings = ax.Plan(draws="rows") if "data" in plan else ax.Plan(draws="rows", fsdp=ax.Shard())
+    (one, own), (all_, got) = (
+        ax.parallelize(Noise(centred), mesh_of(degrees), chosen).value_and_grad(mean)(BATCH)
+        for degrees, chosen in (({"data": 1}, ax.Plan(draws="rows")), (plan, settings))
+    )
+    np.testing.assert_allclose(all_, one, rtol=1e-12)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), got, own)
+
+
 def test_a_stack_of_as_many_layers_as_a_rank_has_rows_is_not_taken_for_rows():
     step = lambda degrees: ax.parallelize(StackedDropout(), mesh_of(degrees), ax.Plan(draws="rows")).value_and_grad(
         mean

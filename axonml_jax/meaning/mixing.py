@@ -25,6 +25,7 @@ from jax.core import Tracer
 
 from axonml_jax.compat.jaxpr import Operation
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
+from axonml_jax.compat.row_keys import is_row_key, rows_of
 from axonml_jax.meaning.asked import Asked, Traced
 from axonml_jax.meaning.following import Following
 from axonml_jax.meaning.model_call import Call
@@ -73,6 +74,7 @@ class _Mixing(Following):
     def __init__(self, asked: Asked, local: Traced, rows: int):
         super().__init__((asked.groups[rows]._replace(ranks=1),))
         self.axes, self.noted, self.inside, self.found = frozenset(asked.typed_axes), local.noted, False, []
+        self.drawn = rows_of(asked.key) if is_row_key(asked.key) else 0  # rows that keys of rows draw for
         self._choice: Places = ()
 
     def equation(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
@@ -83,6 +85,8 @@ class _Mixing(Following):
             return [self.none] * len(equation.outputs)
         self._choice = self.settled(given[0]) if equation.branches else ()
         made = super().equation(equation, given)
+        if self.drawn and self.inside and rule_of(equation.name).kind == "random":
+            made = [(_rows_at(aval.shape, self.drawn),) for aval in equation.op.made]
         return [tuple(map(_chosen, each)) for each in made] if self._chooses(equation.op, given) else made
 
     @staticmethod
@@ -165,6 +169,10 @@ def _contracts_floats(op: Operation, places: Sequence[Place]) -> bool:
     """Whether a product sums over rows that both its operands hold as floats, none of them a mask."""
     rows = [isinstance(place, Split) and not isinstance(place, Chosen) for place in places]
     return op.name == "dot_general" and all(rows) and all(jnp.issubdtype(x.dtype, jnp.inexact) for x in op.given)
+
+
+def _rows_at(shape: Sequence[int], rows: int) -> Place:
+    return Split(list(shape).index(rows)) if rows in shape else None
 
 
 def _chosen(place: Place) -> Place:
