@@ -84,6 +84,12 @@ NUMBERED = {
 APART = {
     "over features": lambda h: (h - h.mean(-1, keepdims=True)) / (h.std(-1, keepdims=True) + 1e-3),
     "experts": lambda h: routed(h),
+    "experts by a threshold": lambda h: routed(
+        h, lambda scores: (scores >= scores.max(-1, keepdims=True)).astype(h.dtype)
+    ),
+    "experts by numbers": lambda h: routed(
+        h, lambda scores: jnp.where(jnp.arange(2) == jnp.argmax(scores, -1)[:, None], 0.5 + jax.nn.sigmoid(scores), 0)
+    ),
     "a number beside": lambda h: h + 0 * jnp.float32(len(h)),
     "counts of experts": lambda h: counted(h),
     "capacities of experts": lambda h: within_capacity(h),
@@ -101,10 +107,14 @@ APART = {
 }
 
 
-def routed(h):
+def one_hot(scores):
+    return jax.nn.one_hot(jnp.argmax(scores, -1), 2, dtype=scores.dtype)
+
+
+def routed(h, choose=one_hot):
     """Every row goes to one of two products through slots, as capacity routers send it: contractions over rows, no mixing."""
-    mask = jax.nn.one_hot(jnp.argmax(h[:, :2], -1), 2, dtype=h.dtype)
-    slots = jax.nn.one_hot((jnp.cumsum(mask, 0) * mask).max(-1).astype(int) - 1, len(h), dtype=h.dtype)
+    mask = choose(h[:, :2])
+    slots = jax.nn.one_hot((jnp.cumsum(mask > 0, 0) * (mask > 0)).max(-1) - 1, len(h), dtype=h.dtype)
     sent = jnp.einsum("te,tc,td->ecd", mask, slots, h)
     return jnp.einsum("te,tc,ecd->td", mask, slots, jnp.tanh(sent))
 

@@ -65,7 +65,8 @@ def mixing_inside(asked: Asked, local: Traced) -> list[str]:
 
 
 class Chosen(Split):
-    """The place of a mask of rows by whole numbers, such as a router's, and of what it multiplies."""
+    """The place of a mask of rows, such as a router's: of truth values as floats, of whole numbers compared, and of what it
+    multiplies."""
 
 
 class _Mixing(Following):
@@ -92,12 +93,14 @@ class _Mixing(Following):
     @staticmethod
     def _chooses(op: Operation, given: Sequence[Places]) -> bool:
         """Whether an operation makes a mask of rows, or hands one on."""
-        rule, exact = rule_of(op.name), [not jnp.issubdtype(aval.dtype, jnp.inexact) for aval in op.given]
-        if rule.casts or rule.compares:
-            return any(exact) or _has_chosen(given)
-        if op.name == "select_n":
-            return _has_chosen(given)
-        return (is_elementwise(op.name) or rule.kind in ("placing", "heavy")) and _has_chosen(given)
+        kinds, kind = [aval.dtype for aval in op.given], rule_of(op.name).kind
+        if op.name == "convert_element_type" and kinds[0] == jnp.bool_:
+            return True
+        if rule_of(op.name).compares and not any(jnp.issubdtype(each, jnp.inexact) for each in kinds):
+            return True
+        if op.name == "dot_general":  # of two masks
+            return _has_chosen(given) and all(isinstance(place, Split) for (place,) in given)
+        return (is_elementwise(op.name) or kind == "placing") and _has_chosen(given)
 
     def _of_model(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
         program = read_program(self.noted[equation.op.options["number"]].traced, all_but_named)
