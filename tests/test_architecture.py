@@ -215,6 +215,28 @@ def sources() -> list[Path]:
     return [path for top in ("axonml_jax", "tests", "examples", "benchmarks") for path in (ROOT / top).rglob("*.py")]
 
 
+def test_names_that_files_import_of_the_package_are_there():
+    # Also within functions, and in benchmarks that no test runs.
+    missing = [
+        f"{label(path)}:{node.lineno} {node.module}.{alias.name}"
+        for path in sources()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").split(".")[0] == "axonml_jax"
+        and node.module != "axonml_jax"
+        for alias in node.names
+        if not is_there(node.module, alias.name)
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def is_there(module: str, name: str) -> bool:
+    """Whether a module has a name, of a value or of a module in it; so that nothing else is imported, ray apart."""
+    if module == "axonml_jax.ray" or hasattr(importlib.import_module(module), name):
+        return True
+    return (PACKAGE / Path(*module.split(".")[1:]) / f"{name}.py").exists()
+
+
 def test_only_one_file_tells_constants_from_variables():
     # A jaxpr's Literal cannot be hashed: whoever looks for one in a table of variables asks program/program.py.
     looking = [

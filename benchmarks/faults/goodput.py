@@ -88,7 +88,7 @@ def table(given: argparse.Namespace) -> dict[str, list[float]]:
 
 def draw(found: dict[str, list[float]], given: argparse.Namespace) -> None:
     """Goodput lost, over devices and over intervals."""
-    from axonml_jax.ledger.predict import new_figure, save
+    from axonml_jax.ledger.pictures import new_figure, save
 
     figure = new_figure(9, 3.6)
     left, right = figure.subplots(1, 2, sharey=True)
