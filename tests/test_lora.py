@@ -209,6 +209,11 @@ def test_a_pattern_that_names_a_layer_means_its_matrices():
     assert ax.DDP(beside, mesh_of(data=1)).state_dict()["attention/query/bias_lora_a"].shape == (2, 2)
 
 
+def test_a_bias_that_a_pattern_names_for_itself_is_refused():
+    with pytest.raises(ValueError, match=r"up/bias \(\d+,\): is no matrix"):
+        ax.DDP(adapted(transformer(use_bias=True), targets=["mlp/up/kernel", "mlp/up/bias"]), mesh_of(data=1))
+
+
 class Named(nnx.Module):
     """Parameters of its own that are called as adapters are."""
 

@@ -18,6 +18,7 @@ from axonml_jax.testing.equality import assert_equals_single_device
 
 X = np.random.default_rng(0).normal(size=(16, 6))
 BATCH = {"x": X, "y": X[:, :1] ** 2}
+F64 = {"param_dtype": jnp.float64}
 
 
 def scanned(h):
@@ -243,6 +244,24 @@ def test_collectives_over_an_axis_of_vmap_are_of_all_rows(plan):
     largest = lambda row: jax.lax.pmax(jax.lax.stop_gradient(abs(row).sum()), "b")  # JAX does not differentiate it
     model = Net(jax.vmap(lambda row: row - jax.lax.pmean(row, "b") / largest(row), axis_name="b"))
     assert_equals_single_device(model, mean, BATCH, settings, mesh=mesh_of(degrees), steps=2)
+
+
+class Embedded(nnx.Module):
+    """Rows that are looked up, and decorrelated."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed, self.last = nnx.Embed(9, 6, rngs=rngs, **F64), nnx.Linear(6, 1, rngs=rngs, **F64)
+
+    def __call__(self, ids):
+        h = self.embed(ids)
+        return self.last(h @ jnp.linalg.inv(h.T @ h / 16 + jnp.eye(6)))
+
+
+def test_rows_that_are_looked_up_are_no_mask():
+    ids = np.arange(16) * 5 % 9
+    loss = lambda model, ids: ((model(ids) - ids[:, None]) ** 2).mean()
+    assert_equals_single_device(Embedded(), loss, ids, mesh=mesh_of(data=4), steps=2)
 
 
 class FastWeights(nnx.Module):

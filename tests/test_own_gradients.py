@@ -39,6 +39,21 @@ def centred(x, w):
     return product(lambda x, w, g: ((g - g.mean(0)) @ w.T, (x - x.mean(0)).T @ g))(x, w)
 
 
+@jax.custom_vjp
+def recurrent(x, w, h):
+    """Two steps of a cell from a first state, which rows have each for itself."""
+    return jnp.tanh(jnp.tanh(h + x @ w) + x @ w)
+
+
+recurrent.defvjp(
+    lambda *given: (recurrent(*given), given),
+    lambda given, g: jax.vjp(lambda x, w, h: jnp.tanh(jnp.tanh(h + x @ w) + x @ w), *given)[1](g),
+)
+
+of_carry = jax.custom_vjp(lambda h: h)
+of_carry.defvjp(lambda h: (h, None), lambda _, g: (jnp.clip(g, -0.01, 0.01),))
+
+
 @jax.custom_jvp
 def by_mean(x):
     return 2 * x
@@ -77,6 +92,9 @@ BENT = {
     "in a loop": of_weights(lambda w, g: jax.lax.fori_loop(0, 2, lambda _, g: jnp.clip(2 * g, -0.01, 0.01), g)),
     "rows by all rows": centred,
     "a rule for tangents": lambda x, w: by_mean(x @ w),
+    "a gradient of jax.custom_gradient": jax.custom_gradient(
+        lambda x, w: (x @ w, lambda g: (g @ w.T, jnp.sign(x.T @ g)))
+    ),
 }
 HANDED_ON = {
     "as it is": product(lambda x, w, g: (g @ w.T, x.T @ g)),
@@ -87,6 +105,12 @@ HANDED_ON = {
     "in chunks": product(in_chunks),
     "none": of_weights(lambda w, g: jnp.zeros_like(g)),
     "a rule for tangents": lambda x, w: by_itself(x @ w),
+    "a carry of zeros": lambda x, w: recurrent(x, w, jnp.zeros_like(x)),
+    "a clip of a carry": lambda x, w: jax.lax.scan(
+        lambda h, _: (of_carry(h + jnp.tanh(x @ w)), None), jnp.zeros_like(x), None, length=2
+    )[0],
+    "a guard": of_weights(lambda w, g: jnp.where(jnp.isfinite(g), g, 0.0)),
+    "less precision": of_weights(lambda w, g: jax.lax.reduce_precision(g, 11, 52)),
 }
 
 

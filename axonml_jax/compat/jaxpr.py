@@ -432,9 +432,19 @@ def function_of(op: Operation) -> str:
 
 
 def is_users_function(op: Operation) -> bool:
-    """Whether a call with a derivative of its own runs a function that is neither JAX's nor this library's."""
-    said = _inner(op.call).debug_info.func_src_info if op.call is not None else None
-    return not (said or "").rpartition(" at ")[2].startswith(_NOT_THE_USERS)
+    """Whether a call with a derivative of its own has one that is neither JAX's nor this library's."""
+    params = op.eqn.params
+    derivative = params.get("bwd", params.get("jvp_jaxpr_fun"))
+    path = _written_at(derivative)
+    if "custom_derivatives.py" in path:  # a wrapper of JAX's: of `jax.custom_gradient`, or of `defjvps`
+        return "bwd" in params or not _written_at(_inner(op.call)).startswith(_NOT_THE_USERS)
+    return not path.startswith(_NOT_THE_USERS)
+
+
+def _written_at(traced: Any) -> str:
+    """The file and line of a function that JAX has traced, or is to trace; "" where JAX does not say."""
+    about = getattr(traced, "debug_info", None)
+    return (about.func_src_info or "").rpartition(" at ")[2] if about is not None else ""
 
 
 def num_closed_over(op: Operation) -> int:

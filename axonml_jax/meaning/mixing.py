@@ -88,7 +88,10 @@ class _Mixing(Following):
         made = super().equation(equation, given)
         if self.drawn and self.inside and rule_of(equation.name).kind == "random":
             made = [(_rows_at(aval.shape, self.drawn),) for aval in equation.op.made]
-        return [tuple(map(_chosen, each)) for each in made] if self._chooses(equation.op, given) else made
+        if equation.bodies or rule_of(equation.name).casts:
+            return made
+        marked = _chosen if self._chooses(equation.op, given) else _plain  # a rule of places hands a mark on
+        return [tuple(map(marked, each)) for each in made]
 
     @staticmethod
     def _chooses(op: Operation, given: Sequence[Places]) -> bool:
@@ -180,6 +183,10 @@ def _rows_at(shape: Sequence[int], rows: int) -> Place:
 
 def _chosen(place: Place) -> Place:
     return Chosen(*place) if isinstance(place, Split) else place
+
+
+def _plain(place: Place) -> Place:
+    return Split(*place) if isinstance(place, Split) else place
 
 
 def _has_chosen(given: Sequence[Places]) -> bool:

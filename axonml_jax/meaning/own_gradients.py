@@ -62,6 +62,8 @@ def own_gradients(whole: Sequence[Call], local: Sequence[Call]) -> list[str]:
     for of_all, of_rank in zip(whole, local, strict=False):
         if of_rank.traced is None or not of_all.alike(of_rank):
             continue
+        pairs = zip((*of_all.given, *of_all.made), (*of_rank.given, *of_rank.made), strict=True)
+        walk.sizes = {b for of_a, of_b in pairs for a, b in zip(of_a.shape, of_b.shape, strict=False) if a != b}
         program = read_program(of_rank.traced, all_but_named)
         given = [_given(a.shape, b.shape) for a, b in zip(of_all.given, of_rank.given, strict=True)]
         walk.program(program, [*[FREE] * (len(program.inputs) - len(given)), *given])
@@ -74,10 +76,15 @@ def _given(whole: Sequence[int], own: Sequence[int]) -> State:
 
 
 class _Walk:
-    """Walks programs; `found` is what it notes behind calls with derivatives of their own."""
+    """Walks programs; `found` is what it notes behind calls with derivatives of their own.
+
+    Attributes:
+      sizes: the sizes that dims of rows have on a rank.
+    """
 
     def __init__(self) -> None:
         self.found: list[str] = []
+        self.sizes: set[int] = set()
         self._behind = False
 
     def program(self, program: Program, given: Sequence[State]) -> list[State]:
@@ -123,14 +130,26 @@ class _Walk:
 
     def _backward(self, op: Operation, given: list[State], made: list[State]) -> None:
         """Notes what a call's own derivative makes of its results' cotangents, if it is no sum over rows."""
-        floats, results = floats_of(op.given), [made[k] for k in floats_of(op.made)]
-        found = self.program(backward_derivative(op), [*given, *map(_cotangent, results)])
+        floats, results = floats_of(op.given), floats_of(op.made)
+        found = self.program(
+            backward_derivative(op), [*given, *(self._cotangent(made[k], op.made[k]) for k in results)]
+        )
         for k, state in zip(floats, found, strict=True):
-            wanted = _cotangent(given[k]).kind
+            wanted = self._cotangent(given[k], op.given[k]).kind
             if state.kind == "bent" and wanted != "other":
                 self.found.append(state.note)
             elif {wanted, state.kind} in ({"sum", "free"}, {"rows", "sum"}):
                 self.found.append(f"custom_vjp ({op.line or 'no line known'})")
+
+    def _cotangent(self, state: State, aval: Any) -> State:
+        """The state of a value's cotangent: split like the value; a sum over rows for a value that has none.
+
+        A value that comes from no rows may be as large as they are, such as a first carry of zeros: each of its rows may have a
+        gradient of its own.
+        """
+        if state.kind == "rows":
+            return State("rows", state.place)
+        return TOTAL if state.kind in ("zero", "free") and self.sizes.isdisjoint(aval.shape) else OTHER
 
     # Bodies
 
@@ -149,10 +168,11 @@ class _Walk:
         consts, carry = given[first : first + loop.num_body_consts], given[first + loop.num_body_consts :]
         return self._carried(carry, lambda carry: self.program(body, [*consts, *carry]))
 
-    @staticmethod
-    def _carried(carry: list[State], trip: Callable[[list[State]], list[State]]) -> list[State]:
-        """The results of a trip whose carry holds in every trip."""
+    def _carried(self, carry: list[State], trip: Callable[[list[State]], list[State]]) -> list[State]:
+        """The results of a trip whose carry holds in every trip; what an earlier one notes is not said."""
+        known = list(self.found)
         while True:
+            self.found = list(known)
             made = trip(carry)
             joined = [_joined(pair) for pair in zip(carry, made, strict=False)]
             if joined == carry:
@@ -172,6 +192,8 @@ class _Walk:
             return [ZERO] * count
         if "bent" in kinds or ("sum" in kinds and "rows" in kinds):
             return self._of_bent(op, given)
+        if op.name == "is_finite":  # a guard, of which no number depends
+            return [FREE if "rows" not in kinds else given[0]]
         if "sum" in kinds:
             bends = is_elementwise(op.name) or op.name in _BENDS
             return [TOTAL if _hands_on(op, given) else _bent(op) if bends else OTHER] * count
@@ -186,11 +208,6 @@ class _Walk:
         if not (kept or is_elementwise(op.name)):
             return [OTHER] * len(op.made)
         return [bent if bent is not None else _bent(op)] * len(op.made)
-
-
-def _cotangent(state: State) -> State:
-    """The state of a value's cotangent: split like the value; a sum over rows for a value that comes from none."""
-    return State("rows", state.place) if state.kind == "rows" else TOTAL if state.kind in ("zero", "free") else OTHER
 
 
 def _of_constant(value: Any) -> State:
@@ -224,6 +241,8 @@ def _hands_on(op: Operation, given: Sequence[State]) -> bool:
         return set(floats) <= {"sum", "zero"}
     if not all(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in op.made):
         return False
+    if op.name == "reduce_precision":
+        return True
     step = step_of(op, [(SUM if kind == "sum" else None,) for kind in kinds], _GROUP)[0]
     return kinds.count("sum") == 1 and set(step.made) == {SUM}
 

@@ -176,7 +176,8 @@ class Lora:
                 unfit[name] = f"  {name} {shape}: {why}"
             elif isinstance(sides, Sides):
                 found[name] = sides
-        beside = _biases(found, shapes)
+        matched = {name: {pattern for pattern in self.targets if name in hits[pattern]} for name in (*found, *unfit)}
+        beside = {name for name, matrix in _biases(found, shapes).items() if matched.get(name, {0}) <= matched[matrix]}
         found = {name: sides for name, sides in found.items() if name not in beside}
         problems += [why for name, why in unfit.items() if name not in beside]
         if problems:
@@ -201,14 +202,14 @@ class Lora:
         return f"rank {self.rank} is above its smaller side" if self.rank > smaller else None
 
 
-def _biases(matrices: Mapping[str, Sides], shapes: Mapping[str, Any]) -> set[str]:
-    """The paths of biases (and scales) beside these matrices in their layers: vectors, or called so, as large as the output."""
-    found = set()
+def _biases(matrices: Mapping[str, Sides], shapes: Mapping[str, Any]) -> dict[str, str]:
+    """The biases (and scales) beside matrices in their layers, vectors, or called so, as large as the output: by whose."""
+    found = {}
     for name, sides in matrices.items():
         layer, shape = name.rpartition("/")[0], tuple(shapes[name].shape)
         size = (*shape[: sides.stacked], *sides.sizes("o", shape))
         beside = {n for n, x in shapes.items() if n.rpartition("/")[0] == layer and tuple(x.shape) == size}
-        found |= {n for n in beside if len(size) == 1 or n.endswith("bias")}
+        found |= {n: name for n in beside if n not in matrices or n.endswith("bias") if n != name}
     return found
 
 
