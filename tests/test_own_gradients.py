@@ -90,6 +90,10 @@ BENT = {
     "decay": of_weights(lambda w, g: g + 0.1 * w),
     "a constant": of_weights(lambda w, g: jnp.cos(w)),
     "in a loop": of_weights(lambda w, g: jax.lax.fori_loop(0, 2, lambda _, g: jnp.clip(2 * g, -0.01, 0.01), g)),
+    "orthogonalized": of_weights(lambda w, g: 1.5 * g - 0.5 * g @ g.T @ g),
+    "the largest two": of_weights(lambda w, g: jnp.where(jnp.abs(g) >= jax.lax.top_k(jnp.abs(g), 2)[0][:, -1:], g, 0)),
+    "by a covariance": product(lambda x, w, g: (g @ w.T, jnp.linalg.solve(x.T @ x + jnp.eye(6), x.T @ g))),
+    "by a branch": of_weights(lambda w, g: jax.lax.cond(jnp.sum(g * g) > 1e-4, lambda g: g / 2, lambda g: g, g)),
     "rows by all rows": centred,
     "a rule for tangents": lambda x, w: by_mean(x @ w),
     "a gradient of jax.custom_gradient": jax.custom_gradient(

@@ -45,10 +45,14 @@ class State(NamedTuple):
 
 ZERO, FREE, TOTAL, OTHER = map(State, ("zero", "free", "sum", "other"))
 _GROUP = (Group((), 1),)
-_BENDS = ("clamp", "reduce_max", "reduce_min", "reduce_prod")
+_BENDS = frozenset(
+    ["cholesky", "clamp", "eigh", "lu", "qr", "reduce_max", "reduce_min", "reduce_prod", "sort", "svd", "top_k"]
+)
+"""Operations, besides elementwise ones, that are not linear."""
+
 _MEETINGS = ("concatenate", "dot_general", "stack")
 _KEEP_ZERO = ("add", "convert_element_type", "copy", "neg", "pad", "reduce_sum", "reshard", "slice", "sub")
-_HANDS_ON = ("add", "add_any", "sub", "concatenate", "pad", "stack", "dynamic_update_slice", "select_n")
+_HANDS_ON = ("add", "add_any", "sub", "complex", "concatenate", "pad", "stack", "dynamic_update_slice", "select_n")
 """Operations that hand on a sum over rows beside other sums and zeros alone, and of whose operands one may be an index."""
 
 
@@ -104,7 +108,8 @@ class _Walk:
             return self._loop(equation, given)
         if equation.branches:
             made = [self.program(branch, given[1:]) for branch in equation.branches]
-            return [_joined(each) for each in zip(*made, strict=True)]
+            bent = [given[0]] if given[0].kind == "bent" else []
+            return [_joined((*bent, *each)) for each in zip(*made, strict=True)]
         inner = equation.called if equation.called is not None else equation.body
         if inner is not None and not op.name.startswith("scatter"):
             made = self.program(inner, given)
@@ -195,17 +200,17 @@ class _Walk:
         if op.name == "is_finite":  # a guard, of which no number depends
             return [FREE if "rows" not in kinds else given[0]]
         if "sum" in kinds:
-            bends = is_elementwise(op.name) or op.name in _BENDS
+            bends = is_elementwise(op.name) or op.name in _BENDS or (op.name == "dot_general" and kinds == {"sum"})
             return [TOTAL if _hands_on(op, given) else _bent(op) if bends else OTHER] * count
         step = step_of(op, [(state.place,) for state in given], _GROUP)[0]
         reduced = bool(step.act) and op.name.startswith("reduce_")
         return [_bent(op) if reduced else _of_place(place) for place in step.made]
 
     def _of_bent(self, op: Operation, given: list[State]) -> list[State]:
-        """The results of an operation on a bent sum, or on a sum beside rows: where these meet, that is bent too."""
+        """The results of an operation on a bent sum, which stay so, or on a sum beside rows, which bends where these meet."""
         bent = next((state for state in given if state.kind == "bent"), None)
-        kept = op.name in (*_BENDS, *_MEETINGS, "reduce_sum") or rule_of(op.name).kind == "placing"
-        if not (kept or is_elementwise(op.name)):
+        meets = is_elementwise(op.name) or op.name in _MEETINGS or rule_of(op.name).kind == "placing"
+        if any(state.kind == "rows" for state in given) and not meets:
             return [OTHER] * len(op.made)
         return [bent if bent is not None else _bent(op)] * len(op.made)
 
