@@ -256,6 +256,7 @@ def cut_pieces(
     *,
     num_stages: int,
     begins: Sequence[Sequence[int]] | None,
+    fixed: Sequence[bool],
     state_names: Sequence[str],
     weight_names: Sequence[str],
 ) -> Pieces:
@@ -266,6 +267,7 @@ def cut_pieces(
       weights, given, states: examples, of which only shapes, dtypes and varying axes are read.
       num_stages: how many pieces.
       begins: for every piece but the first the weights whose first use begins it; None: marks in the program (`pack.py`).
+      fixed: for every state whether all microbatches, and so all stages, read it as it was before the first.
       state_names, weight_names: paths, for messages.
 
     Raises:
@@ -281,7 +283,8 @@ def cut_pieces(
     results, new = program.outputs[: results_tree.num_leaves], program.outputs[results_tree.num_leaves :]
     kept = {number for number, atom in zip(s, new, strict=True) if among(atom, (number,))}
     kinds = dict.fromkeys(program.constants, "constant") | dict.fromkeys(w, "weight")
-    kinds |= dict.fromkeys((*g, *kept), "given") | dict.fromkeys(set(s) - kept, "work")
+    same = {number for number, own in zip(s, fixed, strict=True) if own} | kept
+    kinds |= dict.fromkeys((*g, *same), "given") | dict.fromkeys(set(s) - same, "work")
     tags, work, made_by = _Tags(kinds), [], {}
     for position, equation in enumerate(program.equations):
         kind = tags.of(equation)
@@ -292,7 +295,7 @@ def cut_pieces(
     again = _Again(program, kinds, made_by, {number: i for i, number in enumerate(w)})
     uses = [again.weights(program.equations[position].read) for position in work]
     starts = boundaries(CutWork(program, work, uses, results), num_stages, begins, weight_names)
-    pieces = _Cutter(program, work, starts, again, s, new, results, kept).pieces(state_names)
+    pieces = _Cutter(program, work, starts, again, s, new, results, kept, same).pieces(state_names)
     return Pieces(program, w, g, s, results, new, results_tree, pieces)
 
 
@@ -335,6 +338,7 @@ class _Cutter:
     new: Sequence[Any]
     results: Sequence[Any]
     kept: set[int]
+    same: set[int]
 
     def pieces(self, state_names: Sequence[str]) -> tuple[Piece, ...]:
         """Cuts one piece per start."""
@@ -367,7 +371,7 @@ class _Cutter:
                 continue
             readers = [stage for stage, numbers in enumerate(read) if number in numbers]
             owners[i] = entry_of(atom, stage_of, min(readers, default=0))
-            if set(readers) - {owners[i]}:
+            if number not in self.same and set(readers) - {owners[i]}:
                 wrong.append(f"{names[i]} (read on {readers}, changed on {owners[i]})")
         if wrong:
             raise ValueError(

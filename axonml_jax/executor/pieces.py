@@ -66,7 +66,7 @@ class Piped:
 
 def run_pieces(
     fun: Microbatch, placement: "Placement", variables: Variables, keys: jax.Array, batch: PyTree, timetable: Timetable,
-    blocks: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    once: frozenset[str] = frozenset(), blocks: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> Piped:  # fmt: skip
     """Cuts `fun` at the plan's stages and runs it on all microbatches.
 
@@ -77,12 +77,13 @@ def run_pieces(
       keys: one per microbatch, [M].
       batch: microbatches, [M, ...] on every leaf.
       timetable: when each stage does what.
+      once: the names of the state that every microbatch reads as the first one does.
       blocks: those of `Running`.
 
     Raises:
       ValueError: when the program cannot be cut there.
     """
-    return _PiecesRun(fun, placement, variables, keys, batch, blocks).run(timetable)
+    return _PiecesRun(fun, placement, variables, keys, batch, once, blocks).run(timetable)
 
 
 class _PiecesRun:
@@ -93,6 +94,7 @@ class _PiecesRun:
         variables: Variables,
         keys: jax.Array,
         batch: PyTree,
+        once: frozenset[str],
         blocks: Mapping[str, Sequence[int]],
     ):
         assert placement.stages is not None
@@ -108,12 +110,12 @@ class _PiecesRun:
         if self.positions is not None:
             self.batch = [on_every_rank(x) for x in self.batch]
         leaves, self.state_tree = jax.tree.flatten(variables.state)
-        self.rows = None
+        self.rows, self.fixed = None, [name in once for name in named_leaves(variables.state)]
         if (stack := self.staging.stack) is not None:
             from axonml_jax.pipeline.stack import StateRows
 
             self.rows = StateRows.of(stack, named_leaves(variables.state))
-            leaves = self.rows.divided(leaves)
+            leaves, self.fixed = self.rows.divided(leaves), self.rows.each(self.fixed)
         self.pieces, self.states = self._cut(leaves)
         self.running = Running(placement, self.pieces.pieces, blocks)
 
@@ -152,6 +154,7 @@ class _PiecesRun:
                 [vary(x, AXIS) for x in states],
                 num_stages=self.staging.num_stages,
                 begins=self.staging.begins,
+                fixed=self.fixed,
                 state_names=names,
                 weight_names=[weight.name for weight in self.staging.weights],
             )
@@ -194,15 +197,17 @@ class _PiecesRun:
     def _stage(self, number: int) -> Callable:
         pieces, piece = self.pieces, self.pieces.pieces[number]
         held = self.running.held[number]
-        fixed = {pieces.states[i]: vary(self.states[i], AXIS) for i in pieces.unchanged}
+        same = [i for i, own in enumerate(self.fixed) if own or i in pieces.unchanged]
+        fixed = {pieces.states[i]: vary(self.states[i], AXIS) for i in same}
         last = number == len(pieces.pieces) - 1
 
         def apply(weights: Sequence[Any], x: Any, batch: Sequence[Any], key: Any, state: Sequence[Any]) -> StageOutput:
-            env = dict(pieces.program.constants) | fixed
+            env = dict(pieces.program.constants)
             env |= zip((pieces.weights[i] for i in held), weights, strict=True)
             env |= zip(pieces.given, (*batch, key), strict=True)
             env |= zip(piece.received, x or (), strict=True)
             env |= zip((pieces.states[i] for i in piece.states), state, strict=True)
+            env |= fixed
             replicated = ReplicatedBatch(pieces.given[:-1], pieces.program.constants)
             run(piece.equations, env, None if self.positions is None else replicated)
             state = [result_of(pieces.new_states[i], env) for i in piece.states]

@@ -18,6 +18,7 @@ from axonml_jax.compat.model_call import Transformed
 from axonml_jax.compat.order import callers_line
 from axonml_jax.compat.row_keys import KNOWN, Drawn, draws, is_row_key, rows_of
 from axonml_jax.meaning.asked import Asked, Traced, calls_alone, following
+from axonml_jax.meaning.following import Following
 from axonml_jax.meaning.microbatches import Division, Mixing, divided
 from axonml_jax.meaning.mixing import Unlike, mixing_inside, numbering_inside
 from axonml_jax.meaning.model_call import Call, RealCalls, calls_model, no_share
@@ -330,9 +331,12 @@ def in_microbatches(asked: Asked, decided: Decided, *, two_sweeps: bool) -> Deci
     try:
         calls = RealCalls(None, whole.noted, decided.noted, asked.groups)
         division = divided(whole.program, places, dependent, asked.groups, calls)
-        return finishing(replace(decided, division=division))
+        found = finishing(replace(decided, division=division))
+        if two_sweeps and _keeps_rows(whole, places, asked.groups, calls):
+            return _swept_twice(decided, places, dependent, asked.groups, calls)
+        return found
     except Mixing as mixing:
-        if two_sweeps and not whole.changed:
+        if two_sweeps:
             return _swept_twice(decided, places, dependent, asked.groups, calls)
         name, line = mixing.args
         raise ValueError(
@@ -340,6 +344,12 @@ def in_microbatches(asked: Asked, decided: Decided, *, two_sweeps: bool) -> Deci
             "over rows. Take all rows at once (accumulate=1, num_microbatches=1), allow one more forward pass that keeps the "
             "model's results (ax.mixing_rows(loss_fn, two_sweeps=True)), or return ax.WeightedMean(total, weight)"
         ) from None
+
+
+def _keeps_rows(whole: Traced, places: Sequence[Places], groups: Sequence[Group], calls: RealCalls) -> bool:
+    """Whether a loss changes the model's state itself by what it makes of rows."""
+    found = Following(groups, calls).program(whole.program, places) if whole.changed else []
+    return any(own[0] is not None for own in found[len(found) - len(whole.changed) :])
 
 
 def _swept_twice(

@@ -9,8 +9,8 @@ send every row by itself with them.
 Code that reads how many rows there are, or which, such as `x * len(x)`, is found by two traces of its calls.
 The traces, at the whole batch's shapes and at a rank's, are walked side by side. Only what is certain is found: a number that
 differs between both, or an iota along the rows, that meets floats with rows; and rows that a static slice, `rev`, `split`,
-`concatenate` or scatter takes by their numbers, where they meet rows in another order or are returned. A number that scales
-rows which are only summed then makes a mean. What meets indices, counts or values of rows that cannot be followed is not taken
+`concatenate` or scatter takes by their numbers, where they meet rows in another order or are returned, and rows that are put into
+state of a fixed size, such as a queue of features. A number that scales rows which are only summed then makes a mean. What meets indices, counts or values of rows that cannot be followed is not taken
 for it: routers of experts and padding work with these.
 """
 
@@ -224,8 +224,8 @@ class State(NamedTuple):
 
     Attributes:
       kind: "free": it comes from no rows; "count": it is free, but depends on how many rows there are; "numbered": it is free,
-        but depends on the rows' numbers; "sized": it is free, but may depend on either; "rows": it comes from rows; "other":
-        nothing is known.
+        but depends on the rows' numbers; "sized": it is free, but may depend on either; "rows": it comes from rows; "kept": it
+        has rows among others, in as many places however many they are; "other": nothing is known.
       place: of rows, the dim that holds them.
       order: of rows taken by their numbers, these (-1: none of them); None: they are all there, in order.
       scaled: a number that differs with the batch has multiplied them.
@@ -269,9 +269,10 @@ def numbering_inside(whole: Sequence[Call], local: Sequence[Call], ranks: int) -
         if not walk.rows or of_all.traced is None or of_rank.traced is None:
             continue
         returned = of_all.out_rest.count(None)
-        made = walk.run(*(read_program(each.traced, all_but_named) for each in (of_all, of_rank)))[:returned]
-        for state, aval in zip(made, of_all.made[:returned], strict=True):
-            if state.kind == "rows" and _is_float(aval) and (state.scaled or state.order is not None):
+        made = walk.run(*(read_program(each.traced, all_but_named) for each in (of_all, of_rank)))
+        for k, (state, aval) in enumerate(zip(made, of_all.made, strict=True)):
+            taken = state.kind == "rows" and (state.order is not None or (state.scaled and k < returned))
+            if (taken and (_is_float(aval) or k >= returned)) or (state.kind == "kept" and k >= returned):
                 walk.found.append(state.note)
         found += walk.found
     return list(dict.fromkeys(found))
@@ -345,6 +346,8 @@ class _Numbering:
             return given
         if rule.kind == "random":
             return [FREE] * len(others)
+        if (kept := self._kept(op, own.op, given)) is not None:
+            return [kept] * len(others)
         if OTHER in given:
             return others
         if SIZED in given:
@@ -376,7 +379,12 @@ class _Numbering:
         slices = [_sliced(*each) for each in zip(given[scan.first_scanned :], avals[scan.first_scanned :], strict=True)]
         trip = lambda carry: self.program(body, own_body, [*consts, *carry, *slices])
         made = self._carried(carry, avals[scan.num_consts :], trip)
-        return [*made[: scan.num_carry], *map(_stacked, made[scan.num_carry :])]
+        carry, stacks = made[: scan.num_carry], made[scan.num_carry :]
+        if own.op.scan is None or own.op.scan.options["length"] != scan.options["length"]:  # it counts trips
+            first = body.inputs[scan.num_consts :]
+            moves = [new != old for old, new in zip(first, body.outputs[: scan.num_carry], strict=False)]
+            carry = [SIZED if state is FREE and moved else state for state, moved in zip(carry, moves, strict=True)]
+        return [*carry, *map(_stacked, stacks)]
 
     def _loop(self, equation: Equation, own: Equation, given: list[State]) -> list[State]:
         loop, body, own_body = equation.op.loop, equation.body, own.body
@@ -447,6 +455,21 @@ class _Numbering:
         elif op.name.startswith("scatter") and dim in options["dimension_numbers"].scatter_dims_to_operand_dims:
             return self._scattered(op, own, given)
         return None if taken is None else [self._taken(op, state, each) for each in taken]
+
+    @staticmethod
+    def _kept(op: Operation, own: Operation, given: list[State]) -> State | None:
+        """The result of an operation that puts rows into an array of a fixed size, or goes on with it; None for all others."""
+        there = next((state for state in given if state.kind == "kept"), None)
+        if there is not None:
+            goes_on = is_elementwise(op.name) or rule_of(op.name).kind == "placing"
+            return there if goes_on else OTHER
+        put = {"concatenate": slice(None), "dynamic_update_slice": slice(1, 2), "scatter": slice(2, 3)}.get(op.name)
+        if put is None or any(_grown(a.shape, b.shape) for a, b in zip(op.made, own.made, strict=True)):
+            return None
+        rows = zip(given[put], op.given[put], own.given[put], strict=True)
+        if any(state.kind == "rows" and (state.order is not None or _grown(a.shape, b.shape)) for state, a, b in rows):
+            return State("kept", note=_note(op))
+        return None
 
     def _order(self, state: State, aval: Any) -> tuple[int, ...] | None:
         """The numbers of the rows along their dim; None: they are not known."""

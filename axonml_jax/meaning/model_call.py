@@ -241,6 +241,11 @@ def _same(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
+def _has_modules(given: Any) -> bool:
+    is_module = lambda x: isinstance(x, nnx.Module)
+    return any(map(is_module, jax.tree.leaves(given, is_leaf=is_module)))
+
+
 def _arrays(out: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(out) if is_array(x)]
 
@@ -361,7 +366,7 @@ def _nnx_stand_in(cls: type) -> type:
     def noting(name: str, plain: Callable) -> Callable:
         @functools.wraps(plain)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not _arrays((args, kwargs)):
+            if not _arrays((args, kwargs)) or _has_modules((args, kwargs)):  # then the calls in it are noted
                 return plain(self, *args, **kwargs)
             if id(self) not in _STANDING:
                 raise Transformed("calls a copy of the model, as transformations of NNX make")

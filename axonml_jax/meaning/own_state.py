@@ -4,12 +4,18 @@ Of state that no class declares (`state_joins`) a step takes the mean of the ran
 rows, and the first rank's other values, which is right for what depends on no rows. Traces of the model's calls at the whole
 batch's shapes and at a rank's show what is neither. Of floats only what is known to be no mean is named: a walk of the
 operations (`numbers.py`) that meets one that it does not know says nothing of what is made of it.
+
+In microbatches state that follows from no rows, such as a teacher that follows the weights, a counter of steps or the vectors of a
+spectral norm, moves once a step: every microbatch reads it as the step found it.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import reduce
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from axonml_jax.base import named_leaves, warn
@@ -19,7 +25,17 @@ from axonml_jax.meaning.model_call import Path, Unclear, place_of
 from axonml_jax.meaning.numbers import MIXED, UNKNOWN, Numbers
 from axonml_jax.meaning.places import Group, Split
 from axonml_jax.meaning.plain_mean import Known, NotProven
-from axonml_jax.program.program import Equation, Program, all_but_named, aval_of, read_program, rule_of
+from axonml_jax.program.program import (
+    Equation,
+    Program,
+    all_but_named,
+    aval_of,
+    entry_of,
+    is_constant,
+    read_program,
+    rule_of,
+    through,
+)
 from axonml_jax.program.values import SAME, differing
 
 
@@ -132,3 +148,70 @@ class _Pair(Numbers):
         if alike and equation.name in ("add", "add_any", "sub") and any(map(self._is_no_mean, given)):
             return [MIXED]
         return super()._equation(equation, own, given)
+
+
+# --------------------------------------------------------------------------------------------------
+# State that moves once a step, however many microbatches there are.
+# --------------------------------------------------------------------------------------------------
+
+
+def moved_once(asked: Asked, by_loss: Sequence[Path]) -> frozenset[str]:
+    """The leaves of the model's state that a step in microbatches moves once, by their names.
+
+    Each of its microbatches begins with such a leaf as the step found it, and what the last one makes of it is kept: on one device
+    the loss is called once. These are the leaves that follow from no rows, or only from what running statistics have become; not
+    those that depend on how many rows there are, and not those whose class says how parts of a batch join (`state_joins`).
+
+    Args:
+      asked: the loss, of which a microbatch is a part.
+      by_loss: the paths of what a loss that is run by its program for the whole batch changes itself.
+    """
+    names = list(named_leaves(asked.variables.state))
+    found = {"/".join(map(str, path)) for path in by_loss}.intersection(names)
+    if asked.mode.training is not False and not found.issuperset(names):
+        try:
+            part = asked.in_halves() or asked
+            whole, local = part.inlined(()), part.inlined(part.everywhere)
+        except Exception:  # the user's code takes only some shapes
+            return frozenset(found)
+        with following("state that moves once a step"), suppress(Unlike):
+            given, own = (jax.tree.leaves(part.shapes(parts)[2]) for parts in ((), part.everywhere))
+            sized = of_size(whole.program, local.program, given, own, part.groups[0].ranks)[-len(names) :]
+            driven = _driven(part, local.program, len(names))
+            found.update(name for name, *each in zip(names, driven, sized, strict=True) if not any(each))
+    return frozenset(found.difference(asked.model.state_joins()))
+
+
+_ROWS = 1
+"""The bit of what is made of rows; those above it are of the leaves of the state, in order."""
+
+
+def _driven(asked: Asked, program: Program, count: int) -> list[bool]:
+    """Of the last `count` results, the state, whether each is made of rows, but by what other running statistics become."""
+    old = [_ROWS << k for k in range(1, count + 1)]
+    first = len(jax.tree.leaves((asked.variables.params, asked.variables.frozen)))
+    rows = [_ROWS if any(places) else 0 for _, places in asked.batch_places()]
+    given = [0] * (len(program.inputs) - len(rows)) + rows
+    given[first : first + count] = old
+    new = program.outputs[len(program.outputs) - count :]
+    made = _made_of(program, given, frozenset())
+    running = {atom for atom, own in zip(new, old, strict=True) if not is_constant(atom) and made[atom] & own}
+    made = _made_of(program, given, frozenset(running))
+    return [bool(entry_of(atom, made, 0) & _ROWS) for atom in new]
+
+
+def _made_of(program: Program, given: Sequence[int], ends: frozenset[int]) -> dict[int, int]:
+    """What every value of a program is made of, as bits; of what is made of one of `ends` its own are not looked at."""
+
+    def rule(equation: Equation, operands: list[int]) -> list[int]:
+        if rule_of(equation.name).passes:
+            return operands
+        inside = through(equation, operands, rule, operator.or_, 0)
+        return [reduce(operator.or_, operands, 0)] * len(equation.outputs) if inside is None else inside
+
+    known, found = dict(zip(program.inputs, given, strict=True)), dict(zip(program.inputs, given, strict=True))
+    for equation in program.equations:
+        made = rule(equation, [entry_of(atom, known, 0) for atom in equation.inputs])
+        found.update(zip(equation.outputs, made, strict=True))
+        known.update((number, 0 if number in ends else own) for number, own in zip(equation.outputs, made, strict=True))
+    return found

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axonml_jax.meaning.interpreter import backward_derivative, forward_derivative, of_cotangent
-from axonml_jax.meaning.model_call import place_of
+from axonml_jax.meaning.model_call import Unclear, place_of
 from axonml_jax.meaning.places import SUM, Group, Places, Split, local_shape, step_of
 from axonml_jax.program.program import Equation, Program, is_constant, is_elementwise, rule_of
 
@@ -71,7 +71,7 @@ def is_plain_mean(local: Any, whole: Any, places: Sequence[Places], groups: Sequ
         loss, _ = whole.out_tree.unflatten(found)
         pairs = [(loss.total, loss.weight), *((each.total, each.weight) for each in loss.metrics.values())]
         return all(walk.mean(total) == (walk.parts if weight is None else walk.mean(weight)) for total, weight in pairs)
-    except NotProven:
+    except (NotProven, Unclear):
         return False
 
 

@@ -5,7 +5,7 @@ by these results. The second runs the model again and gives every microbatch the
 2021). The price is one more forward, and the results of all microbatches in memory.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -15,11 +15,11 @@ import jax.numpy as jnp
 
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.meaning.interpreter import Interpreter
-from axonml_jax.meaning.model_call import RealCalls, Share, no_mean, summand
+from axonml_jax.meaning.model_call import RealCalls, Share, calls_model, no_mean, summand
 from axonml_jax.meaning.places import SUM, Places, Split, local_outer
 from axonml_jax.meaning.values import Ranks, Value
 from axonml_jax.model.loss import Loss, WeightedMean
-from axonml_jax.program.program import Program, made_by, names_of
+from axonml_jax.program.program import Atom, Program, made_by, names_of
 
 
 @jax.tree_util.register_dataclass
@@ -61,40 +61,46 @@ def calls_of(program: Program) -> list[int]:
     return [number for equation in program.equations if equation.name == MODEL_CALL for number in equation.outputs]
 
 
-def read_beside(program: Program, fixed: int) -> list[int]:
-    """The floating inputs among the first `fixed`, the model's variables, that the loss reads beside its calls."""
-    calls = calls_of(program)
-    needed = made_by(program.equations, program.outputs, calls)
-    read = {number for equation in needed for number in equation.read} | set(names_of(program.outputs))
-    return [
-        k
-        for k, number in enumerate(program.inputs[:fixed])
-        if number in read and jnp.issubdtype(program.avals[number].dtype, jnp.inexact)
-    ]
+def read_beside(program: Program, wanted: Sequence[Atom], fixed: int) -> list[int]:
+    """The inputs among the first `fixed`, the model's variables, that are read for the wanted values beside the model's calls."""
+    needed = made_by(program.equations, wanted, calls_of(program))
+    read = {number for equation in needed for number in equation.read} | set(names_of(wanted))
+    return [k for k, number in enumerate(program.inputs[:fixed]) if number in read]
+
+
+def of_variables(program: Program, atom: Atom, fixed: int) -> bool:
+    """Whether a value is made of the model's variables, the first `fixed` inputs, alone: of no call and no row."""
+    needed = made_by(program.equations, [atom])
+    read = {number for equation in needed for number in equation.read} | set(names_of([atom]))
+    return not any(map(calls_model, needed)) and read.isdisjoint(program.inputs[fixed:])
 
 
 def floating(arrays: Sequence[Any]) -> list[Any]:
     """The arrays that have gradients: those of floating dtypes."""
-    return [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return [x for x in arrays if _moves(x)]
+
+
+def _moves(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def of_all_rows(
     program: Program,
-    loss_of: Callable[[Sequence[Value]], Loss],
+    wanted: tuple[Loss, Sequence[Atom]],
     values: Sequence[Value],
     read: Mapping[int, jax.Array],
     results: Sequence[jax.Array],
     places: Sequence[Places],
     shares: Sequence[Sequence[Share | None]],
     ranks: Ranks,
-) -> Swept:
-    """Computes the loss of all rows from the model's results, and its gradients by these.
+) -> tuple[Swept, list[jax.Array]]:
+    """Computes the loss of all rows from the model's results, and its gradients by these; and other values of all rows.
 
     Args:
       program: the loss at the whole batch's shape.
-      loss_of: makes the `Loss` of the program's results.
+      wanted: the loss as values of the program, and the others.
       values: its inputs, of all this rank's rows.
-      read: the inputs that are differentiated by, by their place among the values.
+      read: the variables that are read beside the model's calls, by their place among the values.
       results: the results of the model's calls, [count, ...] each.
       places: the places of these results, for all microbatches of all ranks, and for positions.
       shares: how they are made of the ranks' where they are sums over them.
@@ -104,24 +110,26 @@ def of_all_rows(
     """
     numbers = calls_of(program)
     at = dict(zip(numbers, zip(places, shares, strict=True), strict=True))
-    moves = [jnp.issubdtype(x.dtype, jnp.inexact) for x in results]
+    moves = [_moves(x) for x in results]
     fixed = {n: x for n, x, own in zip(numbers, results, moves, strict=True) if not own}
     differentiated = [n for n, own in zip(numbers, moves, strict=True) if own]
+    of_loss, others = wanted
+    atoms, treedef = jax.tree.flatten(of_loss)
 
-    def total(results: list[jax.Array], beside: list[jax.Array]) -> tuple[jax.Array, Loss]:
+    def total(results: list[jax.Array], beside: list[jax.Array]) -> tuple[jax.Array, tuple[Loss, list[jax.Array]]]:
         stacks = fixed | dict(zip(differentiated, results, strict=True))
         known = {n: _joined(stacks[n], program.avals[n], *at[n], ranks) for n in numbers}
-        given = list(values)
-        for k, x in zip(read, beside, strict=True):
-            given[k] = ranks.held(x, given[k].places, given[k].shape)
-        loss = loss_of(Interpreter(ranks).run(program, given, known, wanted=program.outputs))
-        sums = jax.tree.map(ranks.rows_as_sum, loss, is_leaf=lambda x: isinstance(x, Value))
-        return sums.total, sums
+        given, own = list(values), iter(beside)
+        for k, x in read.items():
+            given[k] = ranks.held(next(own) if _moves(x) else x, given[k].places, given[k].shape)
+        made = Interpreter(ranks).run(program, given, known, wanted=[*atoms, *others])
+        loss = treedef.unflatten(map(ranks.rows_as_sum, made[: len(atoms)]))
+        return loss.total, (loss, [ranks.settled(value, ranks.none) for value in made[len(atoms) :]])
 
     moving = [x for x, own in zip(results, moves, strict=True) if own]
-    value, back, sums = jax.vjp(total, moving, list(read.values()), has_aux=True)
+    value, back, (sums, made) = jax.vjp(total, moving, floating(list(read.values())), has_aux=True)
     of_results, of_read = back(ranks.vary(jnp.ones((), value.dtype)))
-    return Swept(of_results, of_read, sums)
+    return Swept(of_results, of_read, sums), made
 
 
 def _joined(stack: jax.Array, aval: Any, places: Places, shares: Sequence[Share | None], ranks: Ranks) -> Value:
@@ -146,7 +154,7 @@ def _in_rows(stack: jax.Array, rows: Split, places: Places, ranks: Ranks) -> jax
 
 def second(swept: Swept, number: jax.Array, results: Sequence[jax.Array], beside: Sequence[jax.Array]) -> jax.Array:
     """The scalar that one microbatch differentiates: every result times its gradient; for values read beside, once."""
-    once = sum(map(_times, swept.read, beside), jnp.zeros(()))
+    once = sum(map(_times, swept.read, floating(beside)), jnp.zeros(()))
     return sum(map(_times, swept.results, floating(results)), jnp.where(number == 0, once, 0))
 
 

@@ -22,7 +22,16 @@ from axonml_jax.meaning.microbatches import Microbatch, MicroRanks
 from axonml_jax.meaning.model_call import Path, RealCalls, Unclear, put_variables
 from axonml_jax.meaning.places import Group, Places
 from axonml_jax.meaning.plain_mean import talks
-from axonml_jax.meaning.two_sweeps import Recording, calls_of, finished, first_only, of_all_rows, read_beside, second
+from axonml_jax.meaning.two_sweeps import (
+    Recording,
+    calls_of,
+    finished,
+    first_only,
+    of_all_rows,
+    of_variables,
+    read_beside,
+    second,
+)
 from axonml_jax.meaning.values import Ranks, Value
 from axonml_jax.model.loss import Loss, WeightedMean, of_batch, per_weight
 from axonml_jax.model.view import Functional, Mode, Variables
@@ -97,6 +106,7 @@ class WholeBatch:
     apart: tuple[str, ...] = ()
     trains: bool = False
     _decided: dict[Any, Decided | str] = field(default_factory=dict)
+    _once: dict[Any, frozenset[str]] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -166,9 +176,11 @@ class WholeBatch:
             found = decided(asked, traced, in_layers=self.in_layers, trains=self.trains, inlines=inlines)
             refuse_draws(asked, found)
             if jax.tree.leaves(asked.variables.state) and (found == ROWS or isinstance(found, Decided)):
-                from axonml_jax.meaning.own_state import warn_of_state
+                from axonml_jax.meaning.own_state import moved_once, warn_of_state
 
-                warn_of_state(asked, traced, in_loss=found == ROWS or not inlines)
+                warn_of_state(asked, traced, in_loss=found == ROWS)
+                if not inlines:
+                    self._once[key] = moved_once(asked, found.whole.changed if isinstance(found, Decided) else ())
             if isinstance(found, Decided) and any(
                 isinstance(x, jax.core.Tracer) for x in found.whole.program.constants.values()
             ):
@@ -200,7 +212,7 @@ class WholeBatch:
 
     # Microbatches
 
-    def microbatches(self, asked_of: tuple, rows: PyTree, batches: PyTree) -> PyTree:
+    def microbatches(self, asked_of: tuple, rows: PyTree, batches: PyTree) -> tuple[PyTree, frozenset[str]]:
         """Stacks a rank's microbatches, with the values of the whole batch that they need beforehand.
 
         Args:
@@ -209,7 +221,8 @@ class WholeBatch:
           batches: the same as microbatches, stacked.
 
         Returns:
-          A `Microbatch` of stacked leaves; or `batches` itself, where the loss of each microbatch's rows alone is right.
+          A `Microbatch` of stacked leaves; or `batches` itself, where the loss of each microbatch's rows alone is right. And the
+          names of the model's state that all of them begin with as the step does (`own_state.moved_once`).
 
         Raises:
           ValueError: where the loss needs more than sums of what depends on the model, naming the operation and the line.
@@ -217,8 +230,10 @@ class WholeBatch:
         own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
         count = jax.tree.leaves(batches)[0].shape[0]
         asked = self._asked(count, *asked_of, own)
-        if (decided := self._decide(asked, inlines=False)) == ROWS:
-            return batches
+        decided = self._decide(asked, inlines=False)
+        once = self._once.get((asked.groups, asked.signature), frozenset())
+        if decided == ROWS:
+            return batches, once
         if not isinstance(decided, Decided):
             raise unknown(decided)
         try:
@@ -237,7 +252,7 @@ class WholeBatch:
             made = Interpreter(ranks).run(decided.whole.program, values, wanted=early)
             known = [ranks.settled(value, ranks.none) for value in made]
         repeated = [jnp.broadcast_to(x, (count, *x.shape)) for x in known]
-        return Microbatch(batches, repeated, jnp.arange(count), decided, count)
+        return Microbatch(batches, repeated, jnp.arange(count), decided, count), once
 
     def _of_microbatch(self, asked: Asked, batch: Microbatch) -> tuple[Loss, PyTree]:
         """The summands of one microbatch; late sums are among the metrics."""
@@ -276,20 +291,37 @@ class WholeBatch:
         return [*arrays, *self._beside(asked, batch).values()], state
 
     def _beside(self, asked: Asked, batch: Microbatch) -> dict[int, jax.Array]:
-        leaves = asked.leaves
-        found = read_beside(batch.plan.whole.program, len(jax.tree.leaves(asked.variables)))
-        return {k: leaves[k] for k in found}
+        leaves, whole = asked.leaves, batch.plan.whole
+        loss, _ = whole.out_tree.unflatten(list(whole.program.outputs))
+        wanted = [*jax.tree.leaves(loss), *self._changes(asked, batch.plan)[1].values()]
+        return {k: leaves[k] for k in read_beside(whole.program, wanted, len(jax.tree.leaves(asked.variables)))}
+
+    @staticmethod
+    def _changes(asked: Asked, decided: Decided) -> tuple[dict[Path, Atom], dict[Path, Atom]]:
+        """What the loss itself changes of the state: what it makes of variables alone, and what it makes of rows too."""
+        whole = decided.whole
+        fixed = len(jax.tree.leaves(asked.variables))
+        found = zip(whole.changed, whole.out_tree.unflatten(list(whole.program.outputs))[1], strict=True)
+        parts: tuple[dict[Path, Atom], dict[Path, Atom]] = {}, {}
+        for path, atom in found:
+            parts[not of_variables(whole.program, atom, fixed)][path] = atom
+        return parts
 
     def _results(self, asked: Asked, batch: Microbatch) -> tuple[list[jax.Array], PyTree, MicroRanks]:
         decided, bound = batch.plan, asked.model.bind(asked.variables, asked.key, asked.mode)
         ranks, whole = MicroRanks(asked.groups, batch.count, batch.number, self._alone), decided.whole
         known = {number: ranks.known(x) for number, x in zip(decided.division.early, batch.known, strict=True)}
         calls = Recording(bound, whole.noted, decided.noted, ranks.groups)
-        values = _values(ranks, asked, whole)
-        Interpreter(ranks, calls).run(whole.program, values, known, wanted=calls_of(whole.program))
+        values, (own, _) = _values(ranks, asked, whole), self._changes(asked, decided)
+        wanted = calls_of(whole.program)
+        made = Interpreter(ranks, calls).run(whole.program, values, known, wanted=[*wanted, *own.values()])
+        settled = [ranks.settled(x, ranks.none) for x in made[len(wanted) :]]
+        put_variables(bound, dict(zip(own, settled, strict=True)))
         return calls.arrays, asked.model.state_of(bound), ranks
 
-    def of_all_rows(self, asked_of: tuple, rows: PyTree, results: list[jax.Array], batches: Microbatch) -> Microbatch:
+    def of_all_rows(
+        self, asked_of: tuple, rows: PyTree, results: list[jax.Array], batches: Microbatch
+    ) -> tuple[Microbatch, dict[str, jax.Array]]:
         """Computes the loss of all rows, and adds its gradients to the microbatches for the second sweep.
 
         Args:
@@ -297,6 +329,9 @@ class WholeBatch:
           rows: all of this rank's rows.
           results: the results of the first sweep, stacked.
           batches: what `microbatches` returned.
+
+        Returns:
+          The microbatches; and what the loss makes of all rows for the model's own state, by its names.
         """
         groups, decided = (self.group, *self._among_positions), batches.plan
         asked = self._on_rank(Asked(groups, self.split, *asked_of, rows, self.seeing_whole, self._alone))
@@ -306,12 +341,14 @@ class WholeBatch:
         shares = [each for k in range(len(calls.whole)) for each in calls.shares(k)]
         number = len(places)
         beside = {k: x[0] for k, x in zip(self._beside(asked, batches), results[number:], strict=True)}
-        loss_of = lambda outputs: decided.whole.out_tree.unflatten(outputs)[0]
+        _, changes = self._changes(asked, decided)
+        wanted = decided.whole.out_tree.unflatten(list(program.outputs))[0], list(changes.values())
         values = _values(ranks, asked, decided.whole)
-        swept = of_all_rows(program, loss_of, values, beside, results[:number], places, shares, ranks)
+        swept, made = of_all_rows(program, wanted, values, beside, results[:number], places, shares, ranks)
         each = lambda x: jnp.broadcast_to(x, (batches.count, *x.shape))
         stacked = replace(swept, read=list(map(each, swept.read)), loss=jax.tree.map(each, swept.loss))
-        return replace(batches, swept=stacked)
+        names = ["/".join(map(str, path)) for path in changes]
+        return replace(batches, swept=stacked), dict(zip(names, made, strict=True))
 
     def _on_rank(self, asked: Asked) -> Asked:
         """The same on a rank's rows, which are not split by rows where there is one rank."""
@@ -398,8 +435,9 @@ def state_of_rows(paths: Sequence[Path]) -> ValueError:
     names = ", ".join("/".join(map(str, path)) for path in paths)
     return ValueError(
         f"the loss itself changes the model's state by rows of the batch, of which a microbatch has a part: {names}. Return "
-        'it as a metric (loss, {"accuracy": correct.mean()}), change it in the model\'s own code, or take all rows at once '
-        "(accumulate=1, num_microbatches=1)"
+        'it as a metric (loss, {"accuracy": correct.mean()}), change it in the model\'s own code, take all rows at once '
+        "(accumulate=1, num_microbatches=1), or allow one more forward pass that keeps the model's results "
+        "(ax.mixing_rows(loss_fn, two_sweeps=True))"
     )
 
 

@@ -241,6 +241,11 @@ class StateRows:
                 found += [_row(leaf, row) for row in range(self.stack.rows)]
         return found
 
+    def each(self, known: Sequence[bool]) -> list[bool]:
+        """What is known of the model's states, of those that stages hold."""
+        rows = [self.stack.rows if stacked else 1 for stacked in self.stacked]
+        return [own for own, count in zip(known, rows, strict=True) for _ in range(count)]
+
     def joined(self, states: Sequence[Any]) -> list[Any]:
         """The model's states, with stacks as `Rows`, from those that stages hold."""
         own = iter(states)

@@ -20,10 +20,11 @@ from axonml_jax.parallel.plan import Plan
 from axonml_jax.sharding.batch import check_batch
 from axonml_jax.sharding.layout import to_host
 from axonml_jax.testing.mapped_model import MappedModel
+from axonml_jax.training.objective import begun_anew
 from axonml_jax.training.single_device import FLOAT32 as FLOAT32
 from axonml_jax.training.single_device import FLOAT64 as FLOAT64
 from axonml_jax.training.single_device import LOW_PRECISION as LOW_PRECISION
-from axonml_jax.training.single_device import called_on, drawn, draws, is_low, state_after
+from axonml_jax.training.single_device import InParts, called_on, drawn, draws, is_low
 from axonml_jax.training.single_device import difference as difference
 from axonml_jax.training.step import whole_batch
 
@@ -101,15 +102,26 @@ class Oracle:
         opt_state, steps = self.tx.init(variables.params), []
         drawn_of = self._drawn(variables, key, batches[0])
         for i, batch in enumerate(batches):
-            sums, states = self._parts(variables, jax.random.fold_in(key, i), batch, first_shard)
+            once = self._in_parts(variables, jax.random.fold_in(key, i), batch).once() if self._moves() else set[str]()
+            sums, states = self._parts(variables, jax.random.fold_in(key, i), batch, first_shard, once)
             parts = 1 if self.parts.whole else self.parts.shards * self.parts.microbatches
-            whole = self._state_of_whole(variables, jax.random.fold_in(key, i), batch, drawn_of)
+            whole = self._state_of_whole(variables, jax.random.fold_in(key, i), batch, drawn_of, once)
             variables, opt_state, *rest = self._finish(variables, opt_state, sums, states, whole, parts)
             steps.append(rest)
         grads, losses, norms, metrics = zip(*steps, strict=True)
         return OracleRun(list(losses), list(norms), list(metrics), grads[0], variables)
 
-    def _parts(self, variables: Variables, key: jax.Array, batch: PyTree, first_shard: int) -> tuple[Any, list[PyTree]]:
+    def _moves(self) -> bool:
+        """Whether some of the state may move with every microbatch, and some once in a step."""
+        return self.parts.microbatches > 1 and bool(jax.tree.leaves(self.model.shapes.state))
+
+    def _in_parts(self, variables: Variables, key: jax.Array, batch: PyTree) -> InParts:
+        called = lambda state, batch: self._after(variables, state, key, batch)
+        return InParts(self.parts.shards, self.parts.microbatches, called, variables.state, batch)
+
+    def _parts(
+        self, variables: Variables, key: jax.Array, batch: PyTree, first_shard: int, once: set[str]
+    ) -> tuple[Any, list[PyTree]]:
         """Gradients and losses summed over all parts, and the state after each shard's part."""
         shards, microbatches = self.parts.shards, self.parts.microbatches
         if self.parts.whole:
@@ -125,6 +137,7 @@ class Oracle:
             for a in range(microbatches):
                 rows = [self._rows(batch, shard, a) for shard in group]
                 numbers = [a] * len(group), [first_shard + shard for shard in group]
+                states = [begun_anew(state, variables.state, once) for state in states]
                 made, states = self._part(variables, states, key, *numbers, rows)
                 made = jax.tree.map(np.asarray, made)
                 sums = made if sums is None else jax.tree.map(np.add, sums, made)
@@ -204,14 +217,13 @@ class Oracle:
         return drawn(lambda key: self._state_after(variables, variables.state, key, batch), key)
 
     def _state_of_whole(
-        self, variables: Variables, key: jax.Array, batch: PyTree, drawn_of: set[str]
+        self, variables: Variables, key: jax.Array, batch: PyTree, drawn_of: set[str], once: set[str]
     ) -> dict[str, jax.Array]:
         """What is undeclared of the state, by path, after all rows of every microbatch; without what is drawn."""
         wanted = named_leaves(variables.state).keys() - self._known(variables) - drawn_of
         if not wanted:
             return {}
-        called = lambda state, batch: self._after(variables, state, key, batch)
-        after = state_after(self.parts.shards, self.parts.microbatches, called, variables.state, batch)
+        after = self._in_parts(variables, key, batch).after(once)
         return {name: leaf for name, leaf in named_leaves(after).items() if name in wanted}
 
     def _state_after(self, variables: Variables, state: PyTree, key: jax.Array, batch: PyTree) -> PyTree:

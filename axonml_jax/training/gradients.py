@@ -34,8 +34,10 @@ from axonml_jax.training.objective import (
     GradientEngine,
     Objective,
     Parts,
+    begun_anew,
     part_keys,
     shard_key,
+    with_leaves,
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -98,8 +100,9 @@ class OneByOne(GradientEngine):
         count, rank = placement.plan.microbatches, key_number(placement)
         by_rows = placement.plan.draws == "rows"
         keys = part_keys(placement, key, batch, count) if by_rows else [shard_key(key, a, rank) for a in range(count)]
-        batches = None if count == 1 else self._batches(variables, keys, batch)
-        run, first = self.one(variables), None
+        batches, once, changed = (None, (), {}) if count == 1 else self._batches(variables, keys, batch)
+        one, first = self.one(variables), None
+        run = lambda state, *part, **how: one(begun_anew(state, variables.state, once), *part, **how)
         if self.left_out is not None:
             first = parts_of(placement, jax.tree.leaves(self.left_out))
         axes = None if self.sync else ()
@@ -113,18 +116,26 @@ class OneByOne(GradientEngine):
         return Differentiated(
             grads=tree([grad.taken(unreduced) for grad in made.grads]),
             losses=made.loss,
-            state=made.state,
+            state=with_leaves(made.state, changed),
             left_out=None if made.residual is None else tree(made.residual),
             finish=self.objective.finish(batches),
         )
 
-    def _batches(self, variables: Variables, keys: list, batch: PyTree) -> PyTree:
-        """This rank's microbatches, stacked, in the form that the loss takes; after a first sweep where it needs one."""
+    def _batches(
+        self, variables: Variables, keys: list, batch: PyTree
+    ) -> tuple[PyTree, Collection[str], dict[str, Any]]:
+        """This rank's microbatches, stacked, in the form that the loss takes; after a first sweep where it needs one.
+
+        And the names of the model's state with which all of them begin as the step does, and what that sweep makes of state.
+        """
         batches = self.placement.batch_layout.microbatches(batch, len(keys))
-        batches = self.objective.microbatches(read_shapes(self.placement, variables.state), keys[0], batch, batches)
+        read = read_shapes(self.placement, variables.state)
+        batches, once = self.objective.microbatches(read, keys[0], batch, batches)
         if self.objective.sweeps(batches) and self.parts.scale is not None:
             raise ValueError(NO_SCALE)
-        return rest_of(self.placement).swept(self.objective, variables, jnp.stack(keys), batch, batches)
+        keys = jnp.stack(keys)
+        batches, changed = rest_of(self.placement).swept(self.objective, variables, keys, batch, batches, once)
+        return batches, once, changed
 
     def _accumulated(
         self, run: OneMicrobatch, state: PyTree, keys: list, batches: PyTree, first: list[Partial] | None

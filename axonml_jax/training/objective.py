@@ -1,7 +1,7 @@
 """The objective of a step: the user's loss as a pure function, and the interface of the engines that differentiate it."""
 
 import abc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +12,7 @@ import flax.errors
 import jax
 import jax.numpy as jnp
 
-from axonml_jax.base import LossFn, PyTree, named_leaves
+from axonml_jax.base import LossFn, PyTree, named_leaves, path_name
 from axonml_jax.collectives.primitives import axis_index
 from axonml_jax.compat.jaxpr import trace, traced_with
 from axonml_jax.model.loss import TRACED, UNREAD, Loss, of_arrays, parse_loss
@@ -102,7 +102,9 @@ class Objective:
         with self.inside():
             return self.whole(self.model, self._explained, self.mode, variables, key, batch, on_rows)
 
-    def microbatches(self, variables: Variables, key: jax.Array, rows: PyTree, batches: PyTree) -> PyTree:
+    def microbatches(
+        self, variables: Variables, key: jax.Array, rows: PyTree, batches: PyTree
+    ) -> tuple[PyTree, frozenset[str]]:
         """Splits a rank's rows into microbatches, stacked along dim 0, in the form in which the loss takes them.
 
         Args:
@@ -110,19 +112,25 @@ class Objective:
           key: the key of one of them; its shape counts.
           rows: all rows of this rank.
           batches: the same as microbatches.
+
+        Returns:
+          The microbatches, and the names of the model's state with which each of them begins as the step does.
         """
         if self.whole is None:
-            return batches
+            return batches, frozenset()
         from axonml_jax.layers.whole import whole_allowed
 
         whole, shape = self.whole, jax.ShapeDtypeStruct(key.shape, key.dtype)
+        once: list[frozenset[str]] = []
 
         def split(variables: Variables, rows: PyTree, batches: PyTree) -> PyTree:
             asked = self.model, self._explained, self.mode, self._as_read(variables, shape, rows), shape
             with self.inside(), whole_allowed():
-                return whole.microbatches(asked, rows, batches)
+                made, names = whole.microbatches(asked, rows, batches)
+            once.append(names)
+            return made
 
-        return self.placed(split)(variables, rows, batches)
+        return self.placed(split)(variables, rows, batches), once[-1]
 
     def _as_read(self, variables: Variables, key: Any, rows: PyTree) -> Variables:
         """The shapes of variables that the loss's own code sees: without adapters, and with what layers split whole."""
@@ -143,7 +151,7 @@ class Objective:
         key: jax.Array,
         rows: PyTree,
         batches: PyTree,
-    ) -> PyTree:
+    ) -> tuple[PyTree, dict[str, jax.Array]]:
         """Runs the first sweep over the microbatches, where the loss needs one, and adds its results (`meaning/two_sweeps.py`).
 
         Args:
@@ -153,16 +161,19 @@ class Objective:
           key: what the loss itself draws with.
           rows: all rows of this rank.
           batches: what `microbatches` returned.
+
+        Returns:
+          The microbatches; and leaves of the model's state after the step, by their names, that the loss makes of all rows.
         """
         if self.whole is None or not self.sweeps(batches):
-            return batches
+            return batches, {}
         whole, asked = self.whole, (self.model, self._explained, self.mode)
 
         def results(variables: Variables, key: jax.Array, batch: PyTree) -> tuple[list[jax.Array], PyTree]:
             with self.inside():
                 return whole.results(*asked, variables, key, batch)
 
-        def joined(variables: Variables, key: jax.Array, rows: PyTree, stacks: list, batches: PyTree) -> PyTree:
+        def joined(variables: Variables, key: jax.Array, rows: PyTree, stacks: list, batches: PyTree) -> tuple:
             return whole.of_all_rows((*asked, self._as_read(variables, key, rows), key), rows, stacks, batches)
 
         stacks = each(self.reading(results), batches)
@@ -303,6 +314,22 @@ def part_keys(placement: Placement, key: jax.Array, rows: PyTree, count: int) ->
     rank = axis_index(axes) if axes else 0
     own = next(jnp.shape(x)[0] for x in jax.tree.leaves(rows) if jnp.ndim(x)) // count
     return [row_key(whole, rank * count + number, own, parts) for number in range(count)]
+
+
+def with_leaves(state: PyTree, changed: Mapping[str, Any]) -> PyTree:
+    """The model's state with other values for some of its leaves, by their names."""
+    if not changed:
+        return state
+    return jax.tree_util.tree_map_with_path(lambda path, x: changed.get(path_name(path), x), state)
+
+
+def begun_anew(state: PyTree, start: PyTree, once: Collection[str]) -> PyTree:
+    """The model's state before a microbatch: what moves once a step (`once`, by name) is as it was at the step's start."""
+    if not once:
+        return state
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x, first: first if path_name(path) in once else x, state, start
+    )
 
 
 def refuse_written(

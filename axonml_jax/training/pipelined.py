@@ -13,7 +13,15 @@ from axonml_jax.model.loss import Loss
 from axonml_jax.model.view import Variables
 from axonml_jax.parallel.placement import Placement, key_number, read_shapes
 from axonml_jax.strategies.strategy import units
-from axonml_jax.training.objective import NO_SCALE, Differentiated, GradientEngine, Objective, part_keys, shard_key
+from axonml_jax.training.objective import (
+    NO_SCALE,
+    Differentiated,
+    GradientEngine,
+    Objective,
+    part_keys,
+    shard_key,
+    with_leaves,
+)
 
 
 class ByStage(GradientEngine):
@@ -30,14 +38,18 @@ class ByStage(GradientEngine):
 
         count = placement.plan.microbatches
         keys = _keys_of_loss(placement, key, batch, count)
-        batches = _batches(self.objective, placement, variables, keys, batch, count)
+        batches, once, changed = _batches(self.objective, placement, variables, keys, batch, count)
         if self.objective.sweeps(batches) and self.parts.scale is not None:
             raise ValueError(NO_SCALE)
         summed, loss, state, _ = _run(
-            fun, placement, variables, keys, batches, count, backward=True, blocks=self._blocks()
+            fun, placement, variables, keys, batches, count, backward=True, once=once, blocks=self._blocks()
         )
         return Differentiated(
-            summed, jax.tree.map(lambda x: x[None], loss), state, None, self.objective.finish(batches)
+            summed,
+            jax.tree.map(lambda x: x[None], loss),
+            with_leaves(state, changed),
+            None,
+            self.objective.finish(batches),
         )
 
     def _blocks(self) -> dict[str, list[int]]:
@@ -66,28 +78,33 @@ def pipelined_loss(
 
     count = placement.batch_layout.common_count(batch, placement.plan.microbatches)
     keys = _keys_of_loss(placement, key, batch, count)
-    batches = _batches(objective, placement, variables, keys, batch, count)
+    batches, once, _ = _batches(objective, placement, variables, keys, batch, count)
     if objective.sweeps(batches):
         return objective.swept_loss(batches), None
-    _, loss, _, _ = _run(fun, placement, variables, keys, batches, count, backward=False)
+    _, loss, _, _ = _run(fun, placement, variables, keys, batches, count, backward=False, once=once)
     loss = loss if loss.weight is not None else loss._replace(total=loss.total / count)
     return loss, objective.finish(batches)
 
 
 def _batches(
     objective: Objective, placement: Placement, variables: Variables, keys: jax.Array, batch: PyTree, count: int
-) -> PyTree:
-    """This rank's microbatches in the form in which the loss takes them, after a first sweep where it needs one."""
-    read, batches = read_shapes(placement, variables.state), placement.batch_layout.microbatches(batch, count)
+) -> tuple[PyTree, frozenset[str], dict[str, jax.Array]]:
+    """This rank's microbatches in the form in which the loss takes them, after a first sweep where it needs one.
+
+    And the names of the model's state with which all of them begin as the step does, and what that sweep makes of state.
+    """
+    read, parts = read_shapes(placement, variables.state), placement.batch_layout.microbatches(batch, count)
+    batches, once = objective.microbatches(read, keys[0], batch, parts)
 
     def each(fun: Callable, batches: PyTree) -> list[jax.Array]:
         def stage(params: PyTree, frozen: PyTree, state: PyTree, key: jax.Array, batch: PyTree):
             made, state = fun(Variables(params, frozen, state), key, batch)
             return jnp.zeros(()), None, made, state
 
-        return _run(stage, placement, variables, keys, batches, count, backward=False)[3]
+        return _run(stage, placement, variables, keys, batches, count, backward=False, once=once)[3]
 
-    return objective.swept(each, read, keys[0], batch, objective.microbatches(read, keys[0], batch, batches))
+    batches, changed = objective.swept(each, read, keys[0], batch, batches)
+    return batches, once, changed
 
 
 def _keys(placement: Placement, key: jax.Array, count: int) -> jax.Array:
@@ -136,13 +153,14 @@ def _run(
     count: int,
     *,
     backward: bool,
+    once: frozenset[str] = frozenset(),
     blocks: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> tuple[PyTree, Any, PyTree, PyTree]:
     staging = placement.stages
     assert staging is not None
     timetable = staging.policy.timetable(staging.num_ranks, count)
     piped = run_pieces(
-        fun, placement, variables, keys, batches, timetable if backward else timetable.forward_only, blocks
+        fun, placement, variables, keys, batches, timetable if backward else timetable.forward_only, once, blocks
     )
     return piped.grads, piped.aux, piped.state, piped.outputs
 

@@ -38,7 +38,7 @@ from axonml_jax.sharding.layout import (
     to_stored,
     unpadded,
 )
-from axonml_jax.training.objective import Objective, part_keys
+from axonml_jax.training.objective import Objective, begun_anew, part_keys
 from axonml_jax.training.optimizer import apply, gather_stored, opt_owners, own_parts
 
 if TYPE_CHECKING:
@@ -231,9 +231,9 @@ class Rest(abc.ABC):
         folded = jax.vmap(lambda number: jax.random.fold_in(key, number))
         keys = folded(jnp.arange(count)) if own is None else jnp.stack(own)
         read = read_shapes(self.placement, variables.state)
-        batches = objective.microbatches(read, keys[0], batch, layout.microbatches(batch, count))
+        batches, once = objective.microbatches(read, keys[0], batch, layout.microbatches(batch, count))
         if objective.sweeps(batches):
-            return objective.swept_loss(self.swept(objective, variables, keys, batch, batches)), None
+            return objective.swept_loss(self.swept(objective, variables, keys, batch, batches, once)[0]), None
         parts = keys, batches
         if self.placement.at_use:
             losses = jax.lax.map(lambda part: self.read(objective, model, variables, *part)[0], parts)
@@ -245,15 +245,21 @@ class Rest(abc.ABC):
         return loss, objective.finish(batches)
 
     def swept(
-        self, objective: Objective, variables: Variables, keys: jax.Array, rows: PyTree, batches: PyTree
-    ) -> PyTree:
+        self,
+        objective: Objective,
+        variables: Variables,
+        keys: jax.Array,
+        rows: PyTree,
+        batches: PyTree,
+        once: frozenset[str],
+    ) -> tuple[PyTree, dict[str, jax.Array]]:
         """Runs the first sweep over the microbatches, where the loss needs one (`Objective.swept`), and adds its results."""
         placement, model = self.placement, objective.model
         start = vary(variables.state, placement.axes.batch)
 
         def each(fun: Callable, batches: PyTree) -> list[jax.Array]:
             def trip(read: Callable, state: PyTree, part: tuple) -> tuple[PyTree, list[jax.Array]]:
-                made, state = read(state, *part)
+                made, state = read(begun_anew(state, start, once), *part)
                 return vary(state, placement.axes.batch), made
 
             if placement.at_use:

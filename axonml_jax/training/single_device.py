@@ -1,6 +1,6 @@
 """A plan's step beside the user's own function, plainly called on one device: how close they must be, and what differs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from axonml_jax.parallel.placement import Placement
 from axonml_jax.program.program import made_by, read_program
 from axonml_jax.sharding.layout import is_layout, to_host
 from axonml_jax.strategies.strategy import Lossy, reducer_of
+from axonml_jax.training.objective import begun_anew
 
 # --------------------------------------------------------------------------------------------------
 # How close a parallel run must be to the single-device run: constants, never relaxed in a test.
@@ -113,27 +114,47 @@ def called_on(
     return reading_float8(called, mode.precision, read, key, batch)
 
 
-def state_after(
-    ranks: int, count: int, called: Callable[[PyTree, PyTree], PyTree], state: PyTree, batch: PyTree
-) -> PyTree:
-    """The model's state after one device has taken a plan's microbatches, each of all ranks' rows, one after another.
+@dataclass(frozen=True)
+class InParts:
+    """The model's state as one device has it that takes a plan's microbatches, each of all ranks' rows, one after another.
 
-    Args:
+    Attributes:
       ranks, count: the number of ranks that share the rows, and of microbatches.
       called: `called(state, batch)` is the state after a call, compiled.
       state: the state before.
       batch: all rows.
     """
 
-    def rows(x: Any, number: int) -> Any:
-        if not jnp.ndim(x):
-            return x
-        size = x.shape[0] // (ranks * count)
-        return x.reshape(ranks, count, size, *x.shape[1:])[:, number].reshape(ranks * size, *x.shape[1:])
+    ranks: int
+    count: int
+    called: Callable[[PyTree, PyTree], PyTree]
+    state: PyTree
+    batch: PyTree
 
-    for number in range(count):
-        state = called(state, jax.tree.map(partial(rows, number=number), batch))
-    return state
+    def once(self) -> set[str]:
+        """The leaves that all microbatches and the whole batch change alike: a step moves them once."""
+        before, wanted = named_leaves(self.state), named_leaves(self.called(self.state, self.batch))
+        each = [named_leaves(self.called(self.state, rows)) for rows in self._microbatches()]
+        same = lambda name, other: _moved_alike(*map(_numbers, (before[name], wanted[name], other[name])))
+        return {name for name in wanted if all(same(name, other) for other in each)}
+
+    def after(self, once: Collection[str]) -> PyTree:
+        """The state in the end; before each microbatch the leaves of these names are as they were before the first."""
+        state = self.state
+        for rows in self._microbatches():
+            state = self.called(begun_anew(state, self.state, once), rows)
+        return state
+
+    def _microbatches(self) -> Iterator[PyTree]:
+        ranks, count = self.ranks, self.count
+
+        def rows(x: Any, number: int) -> Any:
+            if not jnp.ndim(x):
+                return x
+            size = x.shape[0] // (ranks * count)
+            return x.reshape(ranks, count, size, *x.shape[1:])[:, number].reshape(ranks * size, *x.shape[1:])
+
+        return (jax.tree.map(partial(rows, number=number), self.batch) for number in range(count))
 
 
 def states_beside(
@@ -143,8 +164,10 @@ def states_beside(
     key: jax.Array,
     batch: PyTree,
     states: tuple[PyTree, PyTree],
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state under the plan and on one device, by path, without leaves that it draws otherwise.
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """The state under the plan and on one device, by path, without leaves that it draws otherwise; and which go with others.
+
+    The last are those, with the reason, that follow statistics which a plan's microbatches change one after another.
 
     Args:
       placement: the plan on its mesh.
@@ -155,16 +178,40 @@ def states_beside(
     plan, (got, wanted) = placement.plan, states
     ranks = placement.ranks(placement.axes.rows)
     if not named_leaves(wanted):
-        return {}, {}
+        return {}, {}, {}
+    left_out: dict[str, str] = {}
     if plan.microbatches > 1:
-        once = jax.jit(lambda state, batch: called(state, batch, key))
-        given = plan.microbatches, once, variables.state, batch
-        wanted = state_after(ranks, *given)
-    parts = ranks * plan.microbatches
-    exact = parts == 1 or (plan.draws == "rows" and plan.microbatches == 1)
+        compiled = jax.jit(lambda state, batch: called(state, batch, key))
+        parts = InParts(ranks, plan.microbatches, compiled, variables.state, batch)
+        wanted = parts.after(once := parts.once())
+        apart = _unlike(got, wanted, is_low(placement))
+        following = apart - (_unlike(got, parts.after(once | apart), is_low(placement)) if apart else apart)
+        left_out = dict.fromkeys(sorted(following), FOLLOWS)
+    exact = ranks * plan.microbatches == 1 or (plan.draws == "rows" and plan.microbatches == 1)
     random = set() if exact else drawn(lambda key: called(variables.state, batch, key), key)
+    random |= set(left_out)
     kept = lambda tree: {name: leaf for name, leaf in named_leaves(tree).items() if name not in random}
-    return kept(got), kept(wanted)
+    return kept(got), kept(wanted), left_out
+
+
+def _moved_alike(before: Any, a: Any, b: Any) -> bool:
+    """Whether an array has moved as far in two ways, up to rounding."""
+    if not jnp.issubdtype(before.dtype, jnp.inexact):
+        return bool(jnp.array_equal(a, b))
+    kind = np.complex128 if jnp.iscomplexobj(before) else np.float64
+    old, *new = (np.asarray(x, kind) for x in (before, a, b))
+    rounding = 8 * float(jnp.finfo(before.dtype).eps) * np.max(np.abs(new), initial=0.0)
+    return np.allclose(new[0] - old, new[1] - old, rtol=1e-3, atol=rounding, equal_nan=True)
+
+
+FOLLOWS = "it follows statistics of batches once a step, and microbatches change these one after another"
+
+
+def _unlike(got: PyTree, wanted: PyTree, low_precision: bool) -> set[str]:
+    """The names of leaves that differ."""
+    pairs = named_leaves(to_host(jax.tree.map(_numbers, got))), named_leaves(to_host(jax.tree.map(_numbers, wanted)))
+    ours, theirs = pairs
+    return {name for name in theirs if difference(ours[name], theirs[name], low_precision, ROUNDING)}
 
 
 def draws(model: Functional, loss_fn: LossFn, mode: Mode, variables: Variables, key: jax.Array, batch: PyTree) -> bool:
@@ -266,9 +313,10 @@ def compared_with(
       variables, key, batch: as of `plainly`.
     """
     (loss, metrics), grads, state = plainly(*of, variables, key, batch)
-    own, wanted = states_beside(placement, of, variables, key, batch, (got["state"], state))
+    own, wanted, following = states_beside(placement, of, variables, key, batch, (got["state"], state))
     made = {"loss": loss, "metrics": metrics, "gradients": grads, "state": wanted}
-    return left_to_ranks(compared({**got, "state": own}, made, is_low(placement)), of[0], placement)
+    found = left_to_ranks(compared({**got, "state": own}, made, is_low(placement)), of[0], placement)
+    return replace(found, left_out=found.left_out | {f"state/{name}": why for name, why in following.items()})
 
 
 def left_to_ranks(found: Check, model: Functional, placement: Placement) -> Check:
