@@ -249,7 +249,7 @@ def _numbering(asked: Asked, traced: TracedAt) -> list[str]:
     """Where the model's own code reads the number of rows, or their numbers; none where its traces do not say."""
     for whole, own, count in _pairs(asked, traced):
         with following("rows by their numbers"), suppress(Unlike):
-            return numbering_inside(whole, own, count)
+            return numbering_inside(whole, own, count, asked.model.state_joins())
     return []
 
 

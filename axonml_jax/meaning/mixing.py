@@ -8,14 +8,15 @@ send every row by itself with them.
 
 Code that reads how many rows there are, or which, such as `x * len(x)`, is found by two traces of its calls.
 The traces, at the whole batch's shapes and at a rank's, are walked side by side. Only what is certain is found: a number that
-differs between both, or an iota along the rows, that meets floats with rows; and rows that a static slice, `rev`, `split`,
-`concatenate` or scatter takes by their numbers, where they meet rows in another order or are returned, and rows that are put into
-state of a fixed size, such as a queue of features. A number that scales rows which are only summed then makes a mean. What meets indices, counts or values of rows that cannot be followed is not taken
-for it: routers of experts and padding work with these.
+differs between both, or an iota along the rows, that meets floats with rows; rows that a static slice, `rev`, `split`,
+`concatenate` or scatter takes by their numbers, where they meet rows in another order or are returned; and rows that are put
+into state of a fixed size, such as a queue of features. A number that scales rows which are only summed then makes a mean.
+What meets indices, counts or values of rows that cannot be followed is not taken for it: routers of experts and padding work
+with these.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -251,12 +252,15 @@ _LINEAR = frozenset(_LINES.split())
 _GROUP = (Group((), 1),)
 
 
-def numbering_inside(whole: Sequence[Call], local: Sequence[Call], ranks: int) -> list[str]:
+def numbering_inside(
+    whole: Sequence[Call], local: Sequence[Call], ranks: int, joined: Container[str] = ()
+) -> list[str]:
     """The operations in which a model's own code reads the number of rows, or their numbers, with the user's lines.
 
     Args:
       whole, local: the model's calls, noted at the whole batch's shapes and at a rank's.
       ranks: the number of ranks.
+      joined: the names of state of which it is said how ranks join it.
 
     Raises:
       Unlike: where both do not do the same.
@@ -270,9 +274,12 @@ def numbering_inside(whole: Sequence[Call], local: Sequence[Call], ranks: int) -
             continue
         returned = of_all.out_rest.count(None)
         made = walk.run(*(read_program(each.traced, all_but_named) for each in (of_all, of_rank)))
-        for k, (state, aval) in enumerate(zip(made, of_all.made, strict=True)):
-            taken = state.kind == "rows" and (state.order is not None or (state.scaled and k < returned))
-            if (taken and (_is_float(aval) or k >= returned)) or (state.kind == "kept" and k >= returned):
+        for state, aval in zip(made[:returned], of_all.made[:returned], strict=True):
+            if state.kind == "rows" and _is_float(aval) and (state.scaled or state.order is not None):
+                walk.found.append(state.note)
+        changed = ["/".join(map(str, path)) for path in of_all.changed]
+        for name, state in zip(changed, made[returned:], strict=False):
+            if name not in joined and (state.kind == "kept" or state.order is not None):
                 walk.found.append(state.note)
         found += walk.found
     return list(dict.fromkeys(found))

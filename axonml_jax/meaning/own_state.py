@@ -5,8 +5,8 @@ rows, and the first rank's other values, which is right for what depends on no r
 batch's shapes and at a rank's show what is neither. Of floats only what is known to be no mean is named: a walk of the
 operations (`numbers.py`) that meets one that it does not know says nothing of what is made of it.
 
-In microbatches state that follows from no rows, such as a teacher that follows the weights, a counter of steps or the vectors of a
-spectral norm, moves once a step: every microbatch reads it as the step found it.
+In microbatches state that follows from no rows, such as a teacher that follows the weights, a counter of steps or the
+vectors of a spectral norm, moves once a step: every microbatch reads it as the step found it.
 """
 
 import operator
@@ -158,9 +158,10 @@ class _Pair(Numbers):
 def moved_once(asked: Asked, by_loss: Sequence[Path]) -> frozenset[str]:
     """The leaves of the model's state that a step in microbatches moves once, by their names.
 
-    Each of its microbatches begins with such a leaf as the step found it, and what the last one makes of it is kept: on one device
-    the loss is called once. These are the leaves that follow from no rows, or only from what running statistics have become; not
-    those that depend on how many rows there are, and not those whose class says how parts of a batch join (`state_joins`).
+    Each of its microbatches begins with such a leaf as the step found it, and what the last one makes of it is kept: on one
+    device the loss is called once. These are the leaves that follow from no rows, or only from what running statistics have
+    become; not those that depend on how many rows there are, and not those whose class says how parts of a batch join
+    (`state_joins`).
 
     Args:
       asked: the loss, of which a microbatch is a part.

@@ -62,7 +62,7 @@ def calls_of(program: Program) -> list[int]:
 
 
 def read_beside(program: Program, wanted: Sequence[Atom], fixed: int) -> list[int]:
-    """The inputs among the first `fixed`, the model's variables, that are read for the wanted values beside the model's calls."""
+    """The model's variables, the first `fixed` inputs, that the wanted values need beside the model's calls, by number."""
     needed = made_by(program.equations, wanted, calls_of(program))
     read = {number for equation in needed for number in equation.read} | set(names_of(wanted))
     return [k for k, number in enumerate(program.inputs[:fixed]) if number in read]

@@ -221,8 +221,8 @@ class WholeBatch:
           batches: the same as microbatches, stacked.
 
         Returns:
-          A `Microbatch` of stacked leaves; or `batches` itself, where the loss of each microbatch's rows alone is right. And the
-          names of the model's state that all of them begin with as the step does (`own_state.moved_once`).
+          A `Microbatch` of stacked leaves; or `batches` itself, where the loss of each microbatch's rows alone is right. And
+          the names of the model's state that all of them begin with as the step does (`own_state.moved_once`).
 
         Raises:
           ValueError: where the loss needs more than sums of what depends on the model, naming the operation and the line.

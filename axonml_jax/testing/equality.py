@@ -102,7 +102,10 @@ class Oracle:
         opt_state, steps = self.tx.init(variables.params), []
         drawn_of = self._drawn(variables, key, batches[0])
         for i, batch in enumerate(batches):
-            once = self._in_parts(variables, jax.random.fold_in(key, i), batch).once() if self._moves() else set[str]()
+            once = set[str]()
+            if self.parts.microbatches > 1 and jax.tree.leaves(variables.state):
+                joined = self.model.state_joins()
+                once = self._in_parts(variables, jax.random.fold_in(key, i), batch).once(joined)
             sums, states = self._parts(variables, jax.random.fold_in(key, i), batch, first_shard, once)
             parts = 1 if self.parts.whole else self.parts.shards * self.parts.microbatches
             whole = self._state_of_whole(variables, jax.random.fold_in(key, i), batch, drawn_of, once)
@@ -110,10 +113,6 @@ class Oracle:
             steps.append(rest)
         grads, losses, norms, metrics = zip(*steps, strict=True)
         return OracleRun(list(losses), list(norms), list(metrics), grads[0], variables)
-
-    def _moves(self) -> bool:
-        """Whether some of the state may move with every microbatch, and some once in a step."""
-        return self.parts.microbatches > 1 and bool(jax.tree.leaves(self.model.shapes.state))
 
     def _in_parts(self, variables: Variables, key: jax.Array, batch: PyTree) -> InParts:
         called = lambda state, batch: self._after(variables, state, key, batch)

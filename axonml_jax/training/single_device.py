@@ -1,6 +1,6 @@
 """A plan's step beside the user's own function, plainly called on one device: how close they must be, and what differs."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -131,12 +131,12 @@ class InParts:
     state: PyTree
     batch: PyTree
 
-    def once(self) -> set[str]:
-        """The leaves that all microbatches and the whole batch change alike: a step moves them once."""
-        before, wanted = named_leaves(self.state), named_leaves(self.called(self.state, self.batch))
+    def once(self, joined: Container[str]) -> set[str]:
+        """The leaves that all microbatches and the whole batch change alike, but `joined` ones: a step moves them once."""
+        wanted = named_leaves(self.called(self.state, self.batch))
         each = [named_leaves(self.called(self.state, rows)) for rows in self._microbatches()]
-        same = lambda name, other: _moved_alike(*map(_numbers, (before[name], wanted[name], other[name])))
-        return {name for name in wanted if all(same(name, other) for other in each)}
+        alike = {name for name, leaf in wanted.items() if all(_same(leaf, other[name]) for other in each)}
+        return {name for name in alike if name not in joined}
 
     def after(self, once: Collection[str]) -> PyTree:
         """The state in the end; before each microbatch the leaves of these names are as they were before the first."""
@@ -183,7 +183,7 @@ def states_beside(
     if plan.microbatches > 1:
         compiled = jax.jit(lambda state, batch: called(state, batch, key))
         parts = InParts(ranks, plan.microbatches, compiled, variables.state, batch)
-        wanted = parts.after(once := parts.once())
+        wanted = parts.after(once := parts.once(of[0].state_joins()))
         apart = _unlike(got, wanted, is_low(placement))
         following = apart - (_unlike(got, parts.after(once | apart), is_low(placement)) if apart else apart)
         left_out = dict.fromkeys(sorted(following), FOLLOWS)
@@ -194,14 +194,13 @@ def states_beside(
     return kept(got), kept(wanted), left_out
 
 
-def _moved_alike(before: Any, a: Any, b: Any) -> bool:
-    """Whether an array has moved as far in two ways, up to rounding."""
-    if not jnp.issubdtype(before.dtype, jnp.inexact):
+def _same(a: Any, b: Any) -> bool:
+    """Whether two arrays are the same up to rounding."""
+    a, b = map(_numbers, (a, b))
+    if not jnp.issubdtype(a.dtype, jnp.inexact):
         return bool(jnp.array_equal(a, b))
-    kind = np.complex128 if jnp.iscomplexobj(before) else np.float64
-    old, *new = (np.asarray(x, kind) for x in (before, a, b))
-    rounding = 8 * float(jnp.finfo(before.dtype).eps) * np.max(np.abs(new), initial=0.0)
-    return np.allclose(new[0] - old, new[1] - old, rtol=1e-3, atol=rounding, equal_nan=True)
+    rounding = 16 * float(jnp.finfo(a.dtype).eps) * float(jnp.max(jnp.abs(a), initial=0))
+    return bool(jnp.allclose(a, b, rtol=0, atol=rounding, equal_nan=True))
 
 
 FOLLOWS = "it follows statistics of batches once a step, and microbatches change these one after another"
