@@ -4,7 +4,8 @@ Only what is certain is found: a reduction along the dim that holds the rows who
 the choice of a branch, meets rows again in an elementwise operation, a concatenation or a product. A count and a truth value
 of rows are followed through elementwise operations alone. A contraction over rows of two floats, as in the gradient of weights
 that code in the model takes, is such a reduction; not one with a mask (`Chosen`), nor sorts and lookups: routers of experts
-send every row by itself with them.
+send every row by itself with them. So is what a loop over rows carries from one to the next, as a recurrence does whose time
+is dim 0.
 
 Code that reads how many rows there are, or which, such as `x * len(x)`, is found by two traces of its calls.
 The traces, at the whole batch's shapes and at a rank's, are walked side by side. Only what is certain is found: a number that
@@ -16,6 +17,7 @@ with these.
 """
 
 import math
+import operator
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
@@ -38,7 +40,9 @@ from axonml_jax.program.program import (
     is_constant,
     is_elementwise,
     read_program,
+    results,
     rule_of,
+    through,
 )
 
 JOINED = "joined"
@@ -143,6 +147,17 @@ class _Mixing(Following):
             self._note(equation.op)
         return super().branches(equation, given)
 
+    def scan(self, equation: Equation, given: Sequence[Places]) -> tuple[list[Places], list[Places]]:
+        """As ever; noted where a carry takes something from row to row, as a recurrence over rows does."""
+        carry, stacks = super().scan(equation, given)
+        if not self.inside:
+            return carry, stacks
+        taken, mixes = _carried_rows(equation, given)
+        if mixes:
+            self._note(equation.op)
+        joined = [(JOINED,) if own and places == (None,) else places for own, places in zip(taken, carry, strict=True)]
+        return joined, stacks
+
     def loop(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
         """As ever; noted where several rows end the loop, and rows go through it."""
         carry = super().loop(equation, given)
@@ -170,6 +185,32 @@ class _Mixing(Following):
         before = math.prod(old[: place.dim]) * place.outer
         there = [dim for dim, size in enumerate(new) if size == 1 and math.prod(new[:dim]) == before]
         return [Step((place,), (Split(there[0]) if there else None,))]
+
+
+def _carried_rows(equation: Equation, given: Sequence[Places]) -> tuple[list[bool], bool]:
+    """Which floats that a scan over rows carries are made of the rows before, and whether what it stacks reads them."""
+    scan, body = equation.op.scan, equation.body
+    assert scan is not None and body is not None
+    first, floats = scan.first_scanned, [_is_float(aval) for aval in equation.op.made]
+    rows = [isinstance(place, Split) and not place.dim for (place,) in given[first:]]
+    carried = [False] * scan.num_carry
+    if not any(rows):
+        return carried, False
+
+    def made(carry: Sequence[bool], rows: Sequence[bool]) -> list[bool]:
+        return results(body, [*[False] * scan.num_consts, *carry, *rows], rule, False)
+
+    def rule(inner: Equation, operands: list[bool]) -> Sequence[bool]:
+        found = through(inner, operands, rule, operator.or_, False)
+        return [any(operands)] * len(inner.outputs) if found is None else found
+
+    while True:
+        new = [own and each for own, each in zip(made(carried, rows), floats[: scan.num_carry], strict=False)]
+        if new == carried:
+            break
+        carried = [a or b for a, b in zip(carried, new, strict=True)]
+    stacks = made(carried, [False] * len(rows))[scan.num_carry :]
+    return carried, any(own and each for own, each in zip(stacks, floats[scan.num_carry :], strict=True))
 
 
 def _contracts_floats(op: Operation, places: Sequence[Place]) -> bool:

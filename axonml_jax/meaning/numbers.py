@@ -12,7 +12,7 @@ import numpy as np
 
 from axonml_jax.meaning.following import Following
 from axonml_jax.meaning.model_call import Call, Unclear, places_of
-from axonml_jax.meaning.places import Group, shifted
+from axonml_jax.meaning.places import SUM, Group, shifted
 from axonml_jax.meaning.plain_mean import Known, NotProven, Walk
 from axonml_jax.program.program import Equation, all_but_named, read_program, rule_of
 
@@ -23,7 +23,9 @@ _BENDING = """
 abs cbrt cos div erf exp exp2 expm1 integer_pow log log1p log2 logistic max min mul pow rsqrt sin sqrt square tanh
 """
 BENDING = frozenset(_BENDING.split())
-"""Operations whose value at a sum is none of their values at its parts; of choices and tests nothing is said."""
+"""Operations whose value at a sum is none of their values at its parts, besides comparisons and factorizations."""
+
+_SOME_ROWS = ("dynamic_slice", "gather", "slice")
 
 
 def mixes_rows(whole: Call, local: Call, groups: Sequence[Group]) -> bool:
@@ -61,6 +63,8 @@ class Numbers(Walk):
             return [MIXED] * len(equation.outputs)
         if any(known is UNKNOWN for known in given):
             return self._by_shape(equation, own)
+        if equation.name in ("scatter-add", "scatter_add") and any(any(known.places) for known in given[1:]):
+            return [Known(tuple(SUM for _ in self.groups))]
         try:
             if rule_of(equation.name).kind == "random":  # every shard draws its rows' own
                 pairs = zip(equation.op.made, own.op.made, strict=True)
@@ -69,9 +73,20 @@ class Numbers(Walk):
                 return self._scan(equation, own, given)
             return super()._equation(equation, own, given)
         except (NotProven, Unclear):
-            mixed = any(known.is_sum for known in given) and equation.name in BENDING
-            mixed |= rule_of(equation.name).total in ("max", "min") and any(given[0].places)
-            return [MIXED] * len(equation.outputs) if mixed else self._by_shape(equation, own)
+            return (
+                [MIXED] * len(equation.outputs) if self._mixes(equation, own, given) else self._by_shape(equation, own)
+            )
+
+    @staticmethod
+    def _mixes(equation: Equation, own: Equation, given: list[Known]) -> bool:
+        """Whether an operation that is no step of a proof is known to make no mean: it bends a sum, or takes some rows."""
+        name, rule = equation.name, rule_of(equation.name)
+        if any(known.is_sum for known in given):
+            factorizes = rule.kind == "heavy" and name not in ("dot_general", "conv_general_dilated", "fft")
+            return name in BENDING or rule.compares or factorizes
+        rows = bool(given) and any(given[0].places)
+        fixed = all(np.shape(a) == np.shape(b) for a, b in zip(equation.op.made, own.op.made, strict=True))
+        return rows and (rule.total in ("max", "min") or name == "reduce_prod" or (name in _SOME_ROWS and fixed))
 
     def _by_shape(self, equation: Equation, own: Equation) -> list[Known]:
         """The results of an equation without a rule, by their shapes, as those of a call of the model."""

@@ -283,7 +283,7 @@ def _placed(linear: bool) -> Rule:
 
 def _data(op: Operation) -> tuple[int, ...]:
     """The operands that are arrays of one kind; the others are indices, or values to fill in."""
-    if op.name in ("concatenate", "sort"):
+    if op.name in ("concatenate", "householder_product", "sort", "triangular_solve"):
         return tuple(range(len(op.given)))
     return (0, 1) if op.name == "dynamic_update_slice" else (0,)
 
@@ -439,17 +439,46 @@ def _added(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
     numbers = op.options["dimension_numbers"]
     if places[2] == SUM and index is None and not isinstance(table, Split):
         return Step((SUM, None, SUM), (SUM,))
-    scattered = [dim for dim in range(op.given[2].ndim) if dim not in numbers.update_window_dims]
+    scattered = _scattered(op)
     if isinstance(table, Split):
         return _into_split(op, table, numbers, scattered)
+    if (paired := _into_rows(op, index, updates)) is not None:
+        return paired
     if isinstance(index, Split) and index.dim < op.given[1].ndim - 1:
-        if index.dim in numbers.scatter_indices_batching_dims:
-            return None
         return Step((SUM, index, index._replace(dim=scattered[index.dim])), (SUM,))
     if isinstance(updates, Split) and updates.dim in scattered:
-        place = updates._replace(dim=scattered.index(updates.dim))
-        return None if place.dim in numbers.scatter_indices_batching_dims else Step((SUM, place, updates), (SUM,))
+        return Step((SUM, updates._replace(dim=scattered.index(updates.dim)), updates), (SUM,))
     return Step((SUM, None, SUM), (SUM,)) if table == SUM else None
+
+
+def _into_rows(op: Operation, index: Place, updates: Place) -> Step | None:
+    """The step of a scatter into a whole table of which each split index or update has a row, as under `jax.vmap`."""
+    numbers, scattered = op.options["dimension_numbers"], _scattered(op)
+    if isinstance(updates, Split) and updates.dim in numbers.update_window_dims and not isinstance(index, Split):
+        at = _windows(op)[numbers.update_window_dims.index(updates.dim)]
+        step = _into_split(op, updates._replace(dim=at), numbers, scattered)
+        return step if step is not None and step.wanted[2] == updates else None
+    lead = index if isinstance(index, Split) else updates
+    if not isinstance(lead, Split) or (lead is updates and lead.dim not in scattered):
+        return None
+    own = lead.dim if lead is index else scattered.index(lead.dim)
+    if own not in numbers.scatter_indices_batching_dims:
+        return None
+    at = numbers.operand_batching_dims[numbers.scatter_indices_batching_dims.index(own)]
+    table, index, updates = (lead._replace(dim=dim) for dim in (at, own, scattered[own]))
+    return Step((table, index, updates), (table,))
+
+
+def _scattered(op: Operation) -> list[int]:
+    """The dims of a scatter's updates that are no windows."""
+    return [dim for dim in range(op.given[2].ndim) if dim not in op.options["dimension_numbers"].update_window_dims]
+
+
+def _windows(op: Operation) -> list[int]:
+    """The dims of a scatter's table that windows of its updates lie along."""
+    numbers = op.options["dimension_numbers"]
+    inserted = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    return [dim for dim in range(op.given[0].ndim) if dim not in inserted]
 
 
 def _into_split(op: Operation, table: Split, numbers: Any, scattered: Sequence[int]) -> Step | None:
@@ -457,8 +486,7 @@ def _into_split(op: Operation, table: Split, numbers: Any, scattered: Sequence[i
     if table.dim in numbers.operand_batching_dims:
         own = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(table.dim)]
         return Step((table, table._replace(dim=own), table._replace(dim=scattered[own])), (table,))
-    inserted = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    windows = [dim for dim in range(op.given[0].ndim) if dim not in inserted]
+    windows = _windows(op)
     if table.dim in windows and table.dim not in numbers.scatter_dims_to_operand_dims:
         to = numbers.update_window_dims[windows.index(table.dim)]
         if op.given[2].shape[to] == op.given[0].shape[table.dim]:
@@ -467,9 +495,10 @@ def _into_split(op: Operation, table: Split, numbers: Any, scattered: Sequence[i
 
 
 def _written(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
-    table, numbers = settled_sums(places)[0], op.options["dimension_numbers"]
-    scattered = [dim for dim in range(op.given[2].ndim) if dim not in numbers.update_window_dims]
-    return _into_split(op, table, numbers, scattered) if isinstance(table, Split) else None
+    table, index, updates = settled_sums(places)
+    if isinstance(table, Split):
+        return _into_split(op, table, op.options["dimension_numbers"], _scattered(op))
+    return _into_rows(op, index, updates)
 
 
 LOOKUPS: Mapping[str, Any] = {

@@ -144,6 +144,15 @@ def _pad(op: Operation, k: int, dim: int, parts: int) -> int | None:
     return dim if k == 0 and tuple(op.options["padding_config"][dim]) == (0, 0, 0) else None
 
 
+def _before_last(count: int) -> Follow:
+    """Follow dims through an operation on the last `count` dims, such as a factorization of matrices."""
+    return lambda op, k, dim, parts: dim if dim < op.given[k].ndim - count else None
+
+
+def _fft(op: Operation, k: int, dim: int, parts: int) -> int | None:
+    return dim if dim < op.given[0].ndim - len(op.options["fft_lengths"]) else None
+
+
 def _product(op: Operation, k: int, dim: int, parts: int) -> int | None:
     """Follow a dim through a product: batch dims come first, then the left operand's own, then the right one's."""
     contracted, batched = op.contraction
@@ -161,6 +170,7 @@ DIMS: Mapping[str, Follow] = {
     "dot_general": _product,
     "dynamic_slice": _whole,
     "dynamic_update_slice": _updated,
+    "fft": _fft,
     "name": same,
     "pad": _pad,
     "reshape": _reshape,
@@ -174,6 +184,8 @@ DIMS: Mapping[str, Follow] = {
     **{name: _beside("axis") for name in ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")},
     **{f"reduce_{name}": _without("axes") for name in ("and", "max", "min", "or", "prod", "sum", "xor")},
     **{name: _without("axes") for name in ("argmax", "argmin")},
+    **{name: _before_last(2) for name in ("cholesky", "eig", "eigh", "lu", "qr", "svd", "triangular_solve")},
+    **{name: _before_last(2) for name in ("geqrf", "householder_product")},
 }
 """The rules of primitives that are not elementwise, by name."""
 
