@@ -94,7 +94,8 @@ class Objective:
         if written.found and self.mode.training is not False:
             runs = (self._on_rows, getattr(batch, "rows", batch)), (self._on_whole, batch)
             refuse_written(list(written.found), runs, variables, key)
-        return made
+        loss, state = made
+        return loss, jax.tree.map(_in_its_dtype, state, variables.state)
 
     def _on_whole(self, variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
         assert self.whole is not None
@@ -314,6 +315,12 @@ def part_keys(placement: Placement, key: jax.Array, rows: PyTree, count: int) ->
     rank = axis_index(axes) if axes else 0
     own = next(jnp.shape(x)[0] for x in jax.tree.leaves(rows) if jnp.ndim(x)) // count
     return [row_key(whole, rank * count + number, own, parts) for number in range(count)]
+
+
+def _in_its_dtype(after: Any, before: Any) -> Any:
+    """A leaf of the model's state in the dtype that it had, if both are floats: code may write what it computes in 16 bits."""
+    floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (after, before))
+    return after.astype(before.dtype) if floats and after.dtype != before.dtype else after
 
 
 def with_leaves(state: PyTree, changed: Mapping[str, Any]) -> PyTree:
