@@ -200,7 +200,7 @@ def test_what_follows_running_statistics_moves_once_with_the_last_of_them():
 def test_state_keeps_its_dtype_where_a_step_computes_in_sixteen_bits():
     class Mean(nnx.Module):
         def __init__(self):
-            self.layer, self.mean = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Variable(jnp.zeros(4))
+            self.layer, self.mean = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Variable(jnp.zeros(4, jnp.float32))
 
         def __call__(self, x):
             made = self.layer(x)

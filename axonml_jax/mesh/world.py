@@ -592,11 +592,10 @@ def _renamed(names, rename, known) -> list[str]:
     if unknown or doubled:
         parts = [f"axes {unknown} are unknown"] if unknown else []
         parts += [f"axes {doubled} would share a name"] if doubled else []
-        example = f"rename={{{(unknown + doubled)[0]!r}: 'data'}}"
         raise ValueError(
-            f"mesh with axes {tuple(names)}: {' and '.join(parts)}. An axis must be, or be renamed to, one of "
-            f"{', '.join(AXES)} (known synonyms: {', '.join(AXIS_SYNONYMS)}): pass {example}, or give an axis of "
-            f"your own a strategy, ax.Plan(axes={{{(unknown + doubled)[0]!r}: ...}})"
+            f"mesh with axes {tuple(names)}: {' and '.join(parts)}. Make the mesh with names among "
+            f"{', '.join(AXES)} (known synonyms: {', '.join(AXIS_SYNONYMS)}), or give an axis of your own a strategy, "
+            f"ax.parallelize(model, mesh, ax.Plan(axes={{{(unknown + doubled)[0]!r}: ax.Replicate()}}))"
         )
     return ours
 
