@@ -89,6 +89,9 @@ def with_metrics(net, b):
     return jnp.sqrt(1 + each.sum() / b["mask"].sum()), {
         "f1": 2 * (right & wanted).sum() / jnp.maximum(right.sum() + wanted.sum(), 1),
         "count": (b["mask"] > 0).sum(),
+        "largest": jnp.abs(out).max() / (1 + out.min(0)),
+        "finite": jnp.isfinite(out).all(),
+        "some": (out > 1).any(),
         "rows": out,
     }
 

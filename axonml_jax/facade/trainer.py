@@ -496,9 +496,9 @@ class Trainer(Generic[M]):
         So `optax.contrib.schedule_free_eval_params(trainer.opt_state, trainer.model.parameters())` works under every plan.
         Arrays stay split; under a pipeline, and where a split pads, they are copies. Replicas with optimizers of their own
         (NO_SYNC, DiLoCo) have entries along dim 0. The average of `ema` is left out; `trainer.state.opt_state` is the whole
-        state as it rests. Its arrays are gone after the next step, which takes their memory: `jax.tree.map(jnp.copy, ...)` keeps
-        them. Its containers are copies: a step after a hyperparameter was changed in one raises a ValueError; set the learning
-        rate by `lr`.
+        state as it rests. Its arrays are gone after the next step, which takes their memory: `jax.tree.map(jnp.copy, ...)`
+        keeps them. Its containers are copies: a step after a hyperparameter was changed in one raises a ValueError; set the
+        learning rate by `lr`.
         """
         refuse_changed(self._shown)
         tree = self.train_step.optimizer.tree(self.state.opt_state)

@@ -83,6 +83,12 @@ class Decided:
         """The program's outputs that a microbatch adds to, then the late sums."""
         return (*(atom for atom in self.whole.program.outputs if not self.is_after(atom)), *self.division.late)
 
+    @property
+    def extremes(self) -> list[Equation]:
+        """The equations of whose results a microbatch makes its own rows' (`Division.extremes`)."""
+        found = self.division.extremes
+        return [each for each in self.whole.program.equations if not found.isdisjoint(each.outputs)]
+
     def is_after(self, atom: Atom) -> bool:
         """Whether an atom is made after all microbatches."""
         return among(atom, self.division.after)
@@ -339,11 +345,33 @@ def in_microbatches(asked: Asked, decided: Decided, *, two_sweeps: bool) -> Deci
         if two_sweeps:
             return _swept_twice(decided, places, dependent, asked.groups, calls)
         name, line = mixing.args
+        metrics = _mixing_metrics(whole, places, dependent, asked.groups, calls)
+        what = f"the metric{'s' * (len(metrics) > 1)} {', '.join(metrics)}" if metrics else "the loss"
+        instead = "leave it to trainer.predict and the host" if metrics else "return ax.WeightedMean(total, weight)"
         raise ValueError(
-            f"the loss needs the model's results of other microbatches: {name} ({line or 'no line known'}) is not a sum "
-            "over rows. Take all rows at once (accumulate=1, num_microbatches=1), allow one more forward pass that keeps the "
-            "model's results (ax.mixing_rows(loss_fn, two_sweeps=True)), or return ax.WeightedMean(total, weight)"
+            f"{what} need{'s' * (len(metrics) < 2)} the model's results of other microbatches: {name} "
+            f"({line or 'no line known'}) is not a sum over rows. Take all rows at once (accumulate=1, num_microbatches=1), "
+            "allow one more forward pass that keeps the model's results (ax.mixing_rows(loss_fn, two_sweeps=True)), or "
+            f"{instead}"
         ) from None
+
+
+def _mixing_metrics(
+    whole: Traced, places: Sequence[Places], dependent: Sequence[bool], groups: Sequence[Group], calls: RealCalls
+) -> list[str]:
+    """The metrics without which the loss could be taken in microbatches; none where it is the loss itself."""
+
+    def goes(wanted: Sequence[Atom]) -> bool:
+        try:
+            divided(replace(whole.program, outputs=tuple(wanted)), places, dependent, groups, calls)
+        except Mixing:
+            return False
+        return True
+
+    loss, changed = whole.out_tree.unflatten(list(whole.program.outputs))
+    own = [*jax.tree.leaves((loss.total, loss.weight)), *changed]
+    apart = lambda metric: not goes([*own, *jax.tree.leaves(metric)])
+    return [repr(name) for name, metric in loss.metrics.items() if apart(metric)] if goes(own) else []
 
 
 def _keeps_rows(whole: Traced, places: Sequence[Places], groups: Sequence[Group], calls: RealCalls) -> bool:
@@ -392,12 +420,16 @@ def finishing(decided: Decided) -> Decided:
         raise Mixing("a weight, or a change of the model's state,", "")
     if not decided.is_after(loss.total):
         return decided
+    for each in decided.extremes:
+        if among(loss.total, each.outputs):
+            raise Mixing(each.name, each.op.line)
     made = made_by(whole.program.equations, [loss.total], decided.division.late)
     read = {number for equation in made for number in equation.read} & set(decided.division.late)
     shapes = [whole.program.avals[number] for number in read]
     if (
         len(read) > 1
         or loss.weight is not None
+        or read & decided.division.extremes
         or any(x.shape or not jnp.issubdtype(x.dtype, jnp.floating) for x in shapes)
     ):
         raise Mixing(made[-1].name, made[-1].op.line)

@@ -2,21 +2,24 @@
 
 A microbatch is to the program as a rank is: it has a part of the rows. But nothing can be exchanged between microbatches while
 one is at work. So what depends on the batch alone (masks, counts, advantages) is made whole from all rows first, and what
-depends on the model must be a sum over rows, which accumulates. A loss of which anything else is needed is refused.
+depends on the model must be a sum over rows, which accumulates; a largest or smallest value of a metric accumulates as a sum
+too, with a place for every microbatch. A loss of which anything else is needed is refused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from axonml_jax.base import PyTree
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.meaning.following import Watching
+from axonml_jax.meaning.interpreter import Interpreter
 from axonml_jax.meaning.model_call import calls_model
-from axonml_jax.meaning.places import SUM, Group, Places
-from axonml_jax.meaning.values import Ranks
+from axonml_jax.meaning.places import SUM, Group, Places, Split
+from axonml_jax.meaning.values import Ranks, Value
 from axonml_jax.program.program import Equation, Program, is_constant, made_by
 
 
@@ -87,11 +90,14 @@ class Division:
       early: numbers of those that are made of the batch alone, whole, before all microbatches.
       late: of sums of what the model makes, that accumulate and are completed after all microbatches.
       after: of what is made of late ones.
+      extremes: the late ones that are largest or smallest values, or truth values of any or all, over rows: a microbatch makes
+        that of its own rows.
     """
 
     early: tuple[int, ...] = ()
     late: tuple[int, ...] = ()
     after: frozenset[int] = frozenset()
+    extremes: frozenset[int] = frozenset()
 
 
 def divided(
@@ -124,7 +130,42 @@ def divided(
     calls_made = [number for equation in program.equations if calls_model(equation) for number in equation.outputs]
     for equation in made_by(program.equations, calls_made if only_calls else [*program.outputs, *calls_made]):
         walk.take(equation)
-    return Division(tuple(sorted(walk.early)), tuple(sorted(walk.late)), frozenset(walk.after))
+    return Division(
+        tuple(sorted(walk.early)), tuple(sorted(walk.late)), frozenset(walk.after), frozenset(walk.extremes)
+    )
+
+
+OF_PARTS: Mapping[str, Callable[..., jax.Array]] = {
+    "reduce_max": jnp.max,
+    "reduce_min": jnp.min,
+    "reduce_or": jnp.any,
+    "reduce_and": jnp.all,
+}
+"""What makes a number of the whole batch of those of its microbatches, [count, ...], by the name of the reduction over rows."""
+
+
+class OfParts(Interpreter):
+    """Runs the loss on one microbatch; of what is reduced over rows by `OF_PARTS` it makes its own rows' number.
+
+    That is a sum over all microbatches, [count, ...], with a place for each.
+
+    Args:
+      ranks, call: as of an `Interpreter`.
+      extremes: the equations that reduce.
+    """
+
+    def __init__(self, ranks: MicroRanks, call: Any, extremes: Collection[Equation]):
+        super().__init__(ranks, call)
+        self._extremes = extremes
+
+    def _equation(self, equation: Equation, given: Sequence[Value]) -> list[Value]:
+        if equation not in self._extremes:
+            return super()._equation(equation, given)
+        ranks, (group,), (value,) = self.ranks, self.ranks.groups, given
+        own = equation.op.bind([ranks.settled(value, value.places)])[0]
+        places = jnp.zeros((group.ranks, *own.shape), own.dtype)
+        made = ranks.vary(places).at[ranks.index(group)].set(own)
+        return [ranks.held(made, (SUM,), made.shape)]
 
 
 class _Divider(Watching):
@@ -138,6 +179,7 @@ class _Divider(Watching):
         self.early: set[int] = set()
         self.late: set[int] = set()
         self.after: set[int] = set()
+        self.extremes: set[int] = set()
 
     def take(self, equation: Equation) -> None:
         """Follows one equation of the program itself."""
@@ -149,6 +191,12 @@ class _Divider(Watching):
         if moved and model:
             self._make_early(self._movable(equation, read))
             made, moved = self._followed(equation, read)
+            if moved and self._is_extreme(equation, read):
+                self.late.update(equation.outputs)
+                self.extremes.update(equation.outputs)
+                self.after.update(equation.outputs)
+                self.env.update(dict.fromkeys(equation.outputs, self.none))
+                return None
             if moved:
                 return self._later(equation, read)
         elif moved:
@@ -158,6 +206,13 @@ class _Divider(Watching):
         if model:
             self.dependent.update(equation.outputs)
         return None
+
+    def _is_extreme(self, equation: Equation, read: Sequence[int | None]) -> bool:
+        """Whether an equation reduces the rows of microbatches to a number of each, and these to the whole batch's."""
+        if equation.name not in OF_PARTS or len(self.groups) > 1 or read[0] is None:
+            return False
+        (place,) = given = self.env[read[0]]
+        return isinstance(place, Split) and self.steps(equation.op, [given])[0].made == (None,)
 
     def _make_early(self, numbers: Sequence[int]) -> None:
         self.early.update(numbers)

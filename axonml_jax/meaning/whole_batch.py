@@ -18,7 +18,7 @@ from axonml_jax.collectives.primitives import axis_index
 from axonml_jax.meaning.asked import Asked, SplitOf, Traced
 from axonml_jax.meaning.deciding import ROWS, UNPLACED, Decided, decided, in_microbatches, refuse_draws, unknown
 from axonml_jax.meaning.interpreter import Interpreter
-from axonml_jax.meaning.microbatches import Microbatch, MicroRanks
+from axonml_jax.meaning.microbatches import OF_PARTS, Microbatch, MicroRanks, OfParts
 from axonml_jax.meaning.model_call import Path, RealCalls, Unclear, put_variables
 from axonml_jax.meaning.places import Group, Places
 from axonml_jax.meaning.plain_mean import talks
@@ -262,8 +262,8 @@ class WholeBatch:
         ranks, whole = MicroRanks(asked.groups, batch.count, batch.number, self._alone), decided.whole
         known = {number: ranks.known(x) for number, x in zip(decided.division.early, batch.known, strict=True)}
         calls = RealCalls(bound, whole.noted, decided.noted, ranks.groups)
-        values = _values(ranks, asked, whole)
-        made = iter(Interpreter(ranks, calls).run(whole.program, values, known, wanted=decided.outputs))
+        values, extremes = _values(ranks, asked, whole), decided.extremes
+        made = iter(OfParts(ranks, calls, extremes).run(whole.program, values, known, wanted=decided.outputs))
         found = [None if decided.is_after(atom) else next(made) for atom in whole.program.outputs]
         loss, changed = whole.out_tree.unflatten(found)
         late = dict(zip(decided.division.late, made, strict=True))
@@ -390,9 +390,9 @@ class WholeBatch:
         Weights of metrics that are made here are put into `weights`.
         """
         ranks, program = Ranks((self.group,)), decided.whole.program
-        sums = {
-            number: metrics[f"{LATE}{number}"].astype(program.avals[number].dtype) for number in decided.division.late
-        }
+        sums = {number: metrics[f"{LATE}{number}"] for number in decided.division.late}
+        sums |= {each.outputs[0]: OF_PARTS[each.name](sums[each.outputs[0]], axis=0) for each in decided.extremes}
+        sums = {number: x.astype(program.avals[number].dtype) for number, x in sums.items()}
         fixed = {n: ranks.known(x[0]) for n, x in zip(decided.division.early, early, strict=True)}
         values = [Value(aval.shape, aval.dtype, ranks.none, unread) for aval in map(program.avals.get, program.inputs)]
 

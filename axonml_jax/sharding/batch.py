@@ -299,8 +299,8 @@ def check_batch(layout: BatchLayout, batch: PyTree, microbatches: int = 1) -> No
         raise ValueError(
             "the batch's leaves differ in the size of dim 0, which is the batch dim of all of them (an array without rows does "
             "not belong in the batch: keep it in the model, or let the loss close over it, which makes it a constant from the "
-            f"first step on; a random key must be jax.random.key(seed), which has no dim; rows that are another dim, as in time-major "
-            f"sequences, are put first, np.swapaxes(x, 0, 1)):\n{named(split)}"
+            f"first step on; a random key must be jax.random.key(seed), which has no dim; rows that are another dim, as in "
+            f"time-major sequences, are put first, np.swapaxes(x, 0, 1)):\n{named(split)}"
         )
     if not size:
         raise ValueError(f"the batch is empty, its leaves have no rows:\n{named(split)}\nskip it, or give it rows")
