@@ -256,16 +256,25 @@ class _CallsAlone(Following):
         return [(place_of(whole.shape, part.shape, group),) for whole, part in made]
 
 
+class WholeAlone(Exception):
+    """Raised with the error of a model's code that takes the whole batch's rows, and no part of them."""
+
+
 def calls_alone(asked: Asked, whole: Traced, number: int) -> list[Call] | None:
     """The calls of the model at one group's part, where the loss itself cannot be traced so; None: these are not known either.
 
     A loss may have sizes that it does not read from the batch, such as a mask over a length that is written down.
+
+    Raises:
+      WholeAlone: where the model's code does not take a part of the rows.
     """
     walk = _CallsAlone(asked, whole, number)
     try:
         walk.program(whole.program, [(places[number],) for places in asked.places()])
-    except Exception:
+    except Unclear:
         return None
+    except Exception as error:
+        raise WholeAlone(error) from error
     return walk.noted
 
 

@@ -17,7 +17,7 @@ from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.compat.model_call import Transformed
 from axonml_jax.compat.order import callers_line
 from axonml_jax.compat.row_keys import KNOWN, Drawn, draws, is_row_key, rows_of
-from axonml_jax.meaning.asked import Asked, Traced, calls_alone, following
+from axonml_jax.meaning.asked import Asked, Traced, WholeAlone, calls_alone, following
 from axonml_jax.meaning.following import Following
 from axonml_jax.meaning.microbatches import Division, Mixing, divided
 from axonml_jax.meaning.mixing import Unlike, mixing_inside, numbering_inside
@@ -42,6 +42,7 @@ ROWS = "rows"
 
 NUMBERS = "has the model return a number computed from many rows that is not a mean over them"
 MIXED = "calls a model whose code mixes rows of the batch"
+WHOLE = "calls a model whose code takes the whole batch's rows, and no part of them"
 UNPLACED = "calls the model in a way whose shapes do not show how its results are split"
 
 
@@ -55,6 +56,16 @@ def unknown(why: str) -> ValueError:
         f"the loss {why}: with microbatches, a `context` axis or tensor layers its value over the global batch cannot be "
         "derived. Return per-row values from the model, take sizes from the batch (x.shape), or return "
         "ax.WeightedMean(total, weight), two sums over the rows (and positions) that the loss is given"
+    )
+
+
+def whole_alone(error: Exception) -> ValueError:
+    """The error for a model that does not take a part of the rows, where it must be called with one."""
+    said = str(error).partition("\n")[0]
+    return ValueError(
+        "the model's code takes the whole batch's rows, and no part of them, as where its state has an entry for every row "
+        f"({type(error).__name__}: {said}): with microbatches, a `context` axis or tensor layers give what belongs to rows "
+        'in the batch, and return what is to be kept of them as a metric, such as (loss, {"carry": carry})'
     )
 
 
@@ -129,7 +140,12 @@ def decided(asked: Asked, traced: TracedAt, *, in_layers: bool, trains: bool, in
             _refuse_unread(asked, local)
         if for_parts or not _pools(asked, traced, local):
             return ROWS if for_parts or not _mixes(asked, traced, inlines and not in_layers) else MIXED
-    found = _by_whole(asked, traced, local, failed, in_layers=in_layers, trains=trains)
+    try:
+        found = _by_whole(asked, traced, local, failed, in_layers=in_layers, trains=trains)
+    except WholeAlone as error:
+        if inlines and not in_layers and not _has_positions(asked):
+            return WHOLE
+        raise whole_alone(error.args[0]) from error
     if local is None or (isinstance(found, str) and found != ROWS):
         return found
     return MIXED if _mixes(asked, traced, inlines and not in_layers) else found
@@ -441,7 +457,9 @@ def _noted(asked: Asked, traced: TracedAt, whole: Traced, number: int) -> list[C
     try:
         return traced((number,)).noted
     except Exception:
-        return calls_alone(asked, whole, number)
+        with suppress(WholeAlone):
+            return calls_alone(asked, whole, number)
+        return None
 
 
 # Draws for a rank's rows by a key that is the same on all ranks; the model's own keys differ from shard to shard.

@@ -252,7 +252,10 @@ def standstill(
     speaker = min((r for r in talking if r not in missing), default=rank)
     if not missing:
         doing = {said.doing for said in talking.values()}
-        why = f"all ranks have begun the same step, so it takes this long, or the network or a device hangs: {_places(talking)}"
+        why = (
+            "all ranks have begun the same step, so it takes this long, the network or a device hangs, or a rank has not come "
+            f"to the next one (its data, a save): {_places(talking)}"
+        )
         return Standstill(f"{head}: {why}", alike=doing.pop() if len(doing) == 1 else "", speaker=speaker)
     lines = [_silent(r, heard.get(r)) for r in silent] + [behind[r] for r in sorted(behind)]
     left = len(lines) - _PLACES_SHOWN

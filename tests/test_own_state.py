@@ -1,4 +1,4 @@
-"""State that follows from no rows moves once a step, however many microbatches; what a loss keeps of rows is the whole batch's.
+"""A model's own state: what follows from no rows moves once a step, and what is kept of rows is the whole batch's.
 
 The oracle is the user's own function, called plainly on one device with the whole batch.
 """
@@ -270,3 +270,70 @@ def test_rows_that_a_model_keeps_in_its_state_are_those_of_the_whole_batch(how, 
         ax.parallelize(Keeps(how), mesh_of(data=2), ax.Plan(accumulate=2)).trainer(optax.sgd(0.0), loss).step(
             batches()[0]
         )
+
+
+class Recurrent(nnx.Module):
+    """Keeps an entry for every row of the batch, as truncated backpropagation through time does."""
+
+    def __init__(self):
+        self.layer, self.carry = linear(4, 4, nnx.Rngs(0)), nnx.Variable(jnp.zeros((16, 4), F64))
+
+    def __call__(self, x):
+        made = jnp.tanh(self.layer(x) + 0.5 * self.carry[...])
+        self.carry[...] = jax.lax.stop_gradient(made)
+        return made
+
+
+def test_state_with_an_entry_for_every_row_is_of_the_whole_batch_or_refused_in_words():
+    loss = lambda model, x: jnp.square(model(x)).mean()
+    one = Recurrent()
+    wanted = [float(loss(one, x)) for x in batches()]
+    for degrees, plan in (({"data": 4}, ax.Plan()), ({"fsdp": 4}, ax.Plan(check_vma=True))):
+        model = ax.parallelize(Recurrent(), mesh_of(**degrees), plan)
+        trainer = model.trainer(optax.sgd(0.0), loss)
+        np.testing.assert_allclose([float(trainer.step(x)["loss"]) for x in batches()], wanted, rtol=1e-9)
+        np.testing.assert_allclose(model.module.carry[...], one.carry[...], rtol=1e-9)
+    with pytest.raises(ValueError, match=r"an entry for every row .*\(4, 4\), \(16, 4\).*as a metric"):
+        ax.parallelize(Recurrent(), mesh_of(data=2), ax.Plan(accumulate=2)).trainer(optax.sgd(0.0), loss).step(
+            batches()[0]
+        )
+
+
+def test_a_recurrence_over_rows_in_a_model_goes_through_all_of_them():
+    class Net(nnx.Module):
+        def __init__(self):
+            self.layer = linear(4, 4, nnx.Rngs(0))
+
+        def __call__(self, x):
+            step = lambda carry, row: (new := jnp.tanh(0.5 * carry + row), new)
+            return jax.lax.scan(step, jnp.zeros(4, F64), self.layer(x))[1]
+
+    loss, [x, _] = lambda model, x: jnp.square(model(x)).mean(), batches()
+    value, grads = nnx.value_and_grad(loss)(Net(), x)
+    for degrees in ({"data": 4}, {"fsdp": 2}):
+        got, made = ax.parallelize(Net(), mesh_of(**degrees), ax.Plan()).value_and_grad(loss)(x)
+        np.testing.assert_allclose(got, value, rtol=1e-9)
+        assert_trees_close(made, nnx.to_pure_dict(grads), "gradients")
+    with pytest.warns(UserWarning, match=r"mixes rows of the batch: scan \(line"):
+        ax.parallelize(Net(), mesh_of(data=2), ax.Plan(accumulate=2)).value_and_grad(loss)(x)
+
+
+def test_a_matrix_of_rows_by_rows_that_a_model_returns_is_that_of_the_whole_batch():
+    class Pairs(nnx.Module):
+        def __init__(self):
+            self.left, self.right = linear(4, 4, nnx.Rngs(0)), linear(4, 4, nnx.Rngs(1))
+
+        def __call__(self, x):
+            return self.left(x) @ self.right(x).T
+
+    loss = lambda model, x: optax.softmax_cross_entropy_with_integer_labels(model(x), jnp.arange(len(x))).mean()
+    [x, _] = batches()
+    value, grads = nnx.value_and_grad(loss)(Pairs(), x)
+    for degrees, plan in (({"data": 4}, ax.Plan()), ({"fsdp": 4}, ax.Plan(check_vma=True))):
+        got, made = ax.parallelize(Pairs(), mesh_of(**degrees), plan).value_and_grad(loss)(x)
+        np.testing.assert_allclose(got, value, rtol=1e-9)
+        assert_trees_close(made, nnx.to_pure_dict(grads), "gradients")
+    with pytest.raises(
+        ValueError, match=r"not known what the loss's calls of the model return .* take all rows at once"
+    ):
+        ax.parallelize(Pairs(), mesh_of(data=2), ax.Plan(accumulate=2)).value_and_grad(loss)(x)
