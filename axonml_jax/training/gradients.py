@@ -102,7 +102,8 @@ class OneByOne(GradientEngine):
         keys = part_keys(placement, key, batch, count) if by_rows else [shard_key(key, a, rank) for a in range(count)]
         batches, once, changed = (None, (), {}) if count == 1 else self._batches(variables, keys, batch)
         one, first = self.one(variables), None
-        run = lambda state, *part, **how: one(begun_anew(state, variables.state, once), *part, **how)
+        anew = lambda state, *part, **how: one(begun_anew(state, variables.state, once), *part, **how)
+        run = anew if once else one
         if self.left_out is not None:
             first = parts_of(placement, jax.tree.leaves(self.left_out))
         axes = None if self.sync else ()
