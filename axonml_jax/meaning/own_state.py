@@ -155,7 +155,7 @@ class _Pair(Numbers):
 # --------------------------------------------------------------------------------------------------
 
 
-def moved_once(asked: Asked, by_loss: Sequence[Path]) -> frozenset[str]:
+def moved_once(asked: Asked, traced: Callable[[Sequence[int]], Traced], by_loss: Sequence[Path]) -> frozenset[str]:
     """The leaves of the model's state that a step in microbatches moves once, by their names.
 
     Each of its microbatches begins with such a leaf as the step found it, and what the last one makes of it is kept: on one
@@ -165,10 +165,13 @@ def moved_once(asked: Asked, by_loss: Sequence[Path]) -> frozenset[str]:
 
     Args:
       asked: the loss, of which a microbatch is a part.
+      traced: `traced(parts)` is `asked.traced(parts)`.
       by_loss: the paths of what a loss that is run by its program for the whole batch changes itself.
     """
-    names = list(named_leaves(asked.variables.state))
+    names, averages = list(named_leaves(asked.variables.state)), asked.model.synchronized()
     found = {"/".join(map(str, path)) for path in by_loss}.intersection(names)
+    if all(map(averages, names)) and not _changed_by_loss(asked, traced):  # then calls make them of rows
+        return frozenset()
     if asked.mode.training is not False and not found.issuperset(names):
         try:
             part = asked.in_halves() or asked
@@ -181,6 +184,14 @@ def moved_once(asked: Asked, by_loss: Sequence[Path]) -> frozenset[str]:
             driven = _driven(part, local.program, len(names))
             found.update(name for name, *each in zip(names, driven, sized, strict=True) if not any(each))
     return frozenset(found.difference(asked.model.state_joins()))
+
+
+def _changed_by_loss(asked: Asked, traced: Callable[[Sequence[int]], Traced]) -> bool:
+    """Whether the loss itself changes, or may change, the model's state."""
+    try:
+        return bool(traced(asked.everywhere).changed)
+    except Exception:  # it is not traced with a stand-in for the model
+        return True
 
 
 _ROWS = 1

@@ -180,7 +180,8 @@ class WholeBatch:
 
                 warn_of_state(asked, traced, in_loss=found == ROWS)
                 if not inlines:
-                    self._once[key] = moved_once(asked, found.whole.changed if isinstance(found, Decided) else ())
+                    by_loss = found.whole.changed if isinstance(found, Decided) else ()
+                    self._once[key] = moved_once(asked, traced, by_loss)
             if isinstance(found, Decided) and any(
                 isinstance(x, jax.core.Tracer) for x in found.whole.program.constants.values()
             ):
