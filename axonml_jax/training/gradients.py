@@ -134,8 +134,8 @@ class OneByOne(GradientEngine):
         batches, once = self.objective.microbatches(read, keys[0], batch, batches)
         if self.objective.sweeps(batches) and self.parts.scale is not None:
             raise ValueError(NO_SCALE)
-        keys = jnp.stack(keys)
-        batches, changed = rest_of(self.placement).swept(self.objective, variables, keys, batch, batches, once)
+        rest, stacked = rest_of(self.placement), jnp.stack(keys)
+        batches, changed = rest.swept(self.objective, variables, stacked, batch, batches, once)
         return batches, once, changed
 
     def _accumulated(
