@@ -220,14 +220,18 @@ def axis_hint(name: str) -> str:
 def nearest_degrees(degrees: Mapping[str, int], num_devices: int) -> dict[str, int]:
     """The degrees whose product is `num_devices` that are closest in ratio to those wanted (-1: any).
 
-    >>> nearest_degrees({"data": 3, "tensor": 2}, 8)
-    {'data': 4, 'tensor': 2}
+    Of several as close it is those that change `data` and `fsdp`, which any model divides over.
+
+    >>> nearest_degrees({"data": 3, "tensor": 2}, 8), nearest_degrees({"data": 4, "tensor": 2}, 32)
+    ({'data': 4, 'tensor': 2}, {'data': 16, 'tensor': 2})
     """
     axes = list(degrees)
 
     def distance(candidate):
-        pairs = zip(candidate, degrees.values(), strict=True)
-        return sum(abs(math.log(got / wanted)) for got, wanted in pairs if wanted != -1)
+        triples = zip(axes, candidate, degrees.values(), strict=True)
+        each = {axis: abs(math.log(got / wanted)) for axis, got, wanted in triples if wanted != -1}
+        others = sum(own for axis, own in each.items() if axis not in ("data", "fsdp"))
+        return round(sum(each.values()), 9), others
 
     return dict(zip(axes, min(_factorizations(num_devices, len(axes)), key=distance), strict=True))
 
