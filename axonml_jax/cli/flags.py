@@ -362,6 +362,10 @@ def refuse_misspelt(parser: argparse.ArgumentParser, rest: Sequence[str]) -> Non
             raise ConfigError(f"unknown flag {given}: did you mean {near[0]}?")
 
 
+SORTED_BY = "valid_loss"
+"""The metric by which `runs` sorts, and that it draws, where no other is asked for."""
+
+
 def runs_parser() -> argparse.ArgumentParser:
     """The parser of `runs`."""
     parser = argparse.ArgumentParser(
@@ -371,7 +375,7 @@ def runs_parser() -> argparse.ArgumentParser:
         "runs", nargs="*", metavar="RUN", help="folders of runs, or folders that hold some (default: runs)"
     )
     parser.add_argument(
-        "--metric", default="valid_loss", metavar="NAME", help="drawn and sorted by (default: valid_loss)"
+        "--metric", default=SORTED_BY, metavar="NAME", help=f"drawn and sorted by (default: {SORTED_BY})"
     )
     parser.add_argument(
         "--highest", action="store_true", help="the highest value of the metric is the best, not the lowest"

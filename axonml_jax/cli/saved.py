@@ -21,7 +21,7 @@ import optax
 from axonml_jax.base import aligned, print0
 from axonml_jax.checkpoint.format import Manifest, Team, checkpoints_in
 from axonml_jax.checkpoint.manager import restore
-from axonml_jax.cli.flags import require_writable
+from axonml_jax.cli.flags import SORTED_BY, require_writable
 from axonml_jax.cli.loop import Record
 from axonml_jax.cli.records import flat, json_values, plot_runs, read_records
 from axonml_jax.cli.run import (
@@ -225,10 +225,14 @@ def runs(given: argparse.Namespace) -> int:
       0.
 
     Raises:
-      ConfigError: when there is no run, a run cannot be read, or `--plot` is given and no run has the metric.
+      ConfigError: when there is no run, a run cannot be read, or no run has the metric that is asked for.
     """
     require_writable({"--plot": given.plot})
     found = [run for given_path in given.runs or ["runs"] for run in _below(Path(given_path))]
+    known = sorted({name for run in found for record in run.records for name in record.metrics})
+    asked = given.plot is not None or given.metric != SORTED_BY
+    if asked and known and given.metric not in known:
+        raise ConfigError(f"--metric {given.metric}: no run has it; there are {', '.join(known)}")
     best = {id(run): run.best(given.metric, highest=given.highest) for run in found}
     sign = -1 if given.highest else 1
     found.sort(key=lambda run: (best[id(run)] is None, sign * (best[id(run)] or 0.0)))
@@ -240,9 +244,6 @@ def runs(given: argparse.Namespace) -> int:
         if given.differences:
             print("", _settings(found, different), sep="\n")
     if given.plot is not None:
-        if all(run.last(given.metric) is None for run in found):
-            known = sorted({name for run in found for record in run.records for name in record.metrics})
-            raise ConfigError(f"--metric {given.metric}: no run has it; there are {', '.join(known)}")
         series = dict(zip(_names(found), (run.records for run in found), strict=True))
         try:
             note = plot_runs(series, given.plot, metric=given.metric)
