@@ -1,5 +1,7 @@
 """What is easily done wrong is answered by a sentence that helps, and by the line of the caller's own code."""
 
+import copy
+import pickle
 import traceback
 
 import jax
@@ -175,6 +177,13 @@ def test_a_loss_that_nothing_trained_reaches_is_an_error_at_the_first_step(plan,
     ):
         trainer.step(BATCH)
     assert trainer.state.step == 0  # before the first update
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_trainer_is_not_copied(trainer, way):
+    trainer.step(BATCH)
+    with pytest.raises(TypeError, match=r"not copied or pickled.*again\.state = jax\.tree\.map\(jnp\.copy"):
+        way(trainer)
 
 
 def test_an_unknown_option_of_a_trainer_is_refused_with_the_nearest_one(mesh):

@@ -438,6 +438,12 @@ class Trainer(Generic[M]):
     def __getattr__(self, name: str) -> Any:
         raise no_attribute(self, name)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a trainer is not copied or pickled, as it has compiled programs and arrays of devices: make another from the same "
+            "arguments, and give it a copy of the state, again.state = jax.tree.map(jnp.copy, trainer.state), or save it (ax.save)"
+        )
+
     def __repr__(self) -> str:
         accumulate, clips = self._placement.plan.accumulate, self._max_grad_norm
         return f"{type(self).__name__}({self.model!r}, accumulate={accumulate}, max_grad_norm={clips})"
