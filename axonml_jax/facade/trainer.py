@@ -440,8 +440,9 @@ class Trainer(Generic[M]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "a trainer is not copied or pickled, as it has compiled programs and arrays of devices: make another from the same "
-            "arguments, and give it a copy of the state, again.state = jax.tree.map(jnp.copy, trainer.state), or save it (ax.save)"
+            "a trainer is not copied or pickled, as it has compiled programs and arrays of devices: make another with the same "
+            "arguments and give it a copy of the state, again.state = jax.tree.map(jnp.copy, trainer.state), or save it "
+            "(ax.save)"
         )
 
     def __repr__(self) -> str:
