@@ -37,6 +37,20 @@ LOSSES = {
     ).mean(),
     "scatter-add under vmap": lambda rows: jnp.square(jax.vmap(lambda row: placed(row, "add"))(rows)).mean(),
     "scatter under vmap": lambda rows: jnp.square(jax.vmap(lambda row: placed(row[:1], "set"))(rows)).mean(),
+    "own entries": lambda rows: jnp.square(rows[jnp.arange(len(rows)), jnp.argsort(rows)[:, 1]]).mean(),
+    "own entries by NumPy": lambda rows: jnp.square(rows[np.arange(len(rows)), jnp.arange(len(rows)) % 9]).mean(),
+    "several own entries": lambda rows: jnp.square(
+        rows[jnp.arange(len(rows))[:, None], jnp.argsort(rows)[:, :2]]
+    ).mean(),
+    "own slices": lambda rows: jnp.square(
+        rows.reshape(-1, 3, 3)[jnp.arange(len(rows)), jnp.argsort(rows)[:, 0] % 3]
+    ).mean(),
+    "own entries of two dims": lambda rows: jnp.square(
+        rows.reshape(-1, 3, 3)[jnp.arange(len(rows))[:, None], jnp.arange(3), jnp.argsort(rows)[:, :3] % 3]
+    ).mean(),
+    "own entries that may lie outside": lambda rows: jnp.square(
+        rows.at[jnp.arange(len(rows)), jnp.argsort(rows)[:, 0] + 3].get(mode="fill", fill_value=2.0)
+    ).mean(),
     "segments of every row": lambda rows: jnp.square(
         jax.vmap(lambda row: jax.ops.segment_sum(row, jnp.arange(9) % 4, 4))(rows)
     ).mean(),

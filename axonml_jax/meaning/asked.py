@@ -16,6 +16,7 @@ from axonml_jax.compat.row_keys import Drawn, drawn_by_rows
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.meaning.following import Following
 from axonml_jax.meaning.model_call import Call, Calls, Path, Unclear, calls_model, place_of
+from axonml_jax.meaning.paired import paired
 from axonml_jax.meaning.places import SUM, Group, Places, Split, local_shape, split_sizes
 from axonml_jax.model.loss import Loss, is_weighted, parse_loss
 from axonml_jax.model.view import Functional, Mode, Variables
@@ -189,7 +190,7 @@ class Asked:
         with self._seen(parts):
             traced = trace(fun, *self.shapes(parts))
         return Traced(
-            read_program(traced.jaxpr, all_but_named),
+            paired(read_program(traced.jaxpr, all_but_named)),
             traced.out_tree,
             seen["calls"].noted,
             seen["changed"],
@@ -225,7 +226,7 @@ class Asked:
 
         with self._seen(parts):
             traced = trace(fun, *self.shapes(parts))
-        program, drawn = read_program(traced.jaxpr, all_but_named), drawn_by_rows(self.key, traced.jaxpr)
+        program, drawn = paired(read_program(traced.jaxpr, all_but_named)), drawn_by_rows(self.key, traced.jaxpr)
         return Traced(program, traced.out_tree, [], (), seen["weighted"], drawn)
 
 
