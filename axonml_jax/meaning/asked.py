@@ -16,7 +16,6 @@ from axonml_jax.compat.row_keys import Drawn, drawn_by_rows
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.meaning.following import Following
 from axonml_jax.meaning.model_call import Call, Calls, Path, Unclear, calls_model, place_of
-from axonml_jax.meaning.paired import paired
 from axonml_jax.meaning.places import SUM, Group, Places, Split, local_shape, split_sizes
 from axonml_jax.model.loss import Loss, is_weighted, parse_loss
 from axonml_jax.model.view import Functional, Mode, Variables
@@ -190,7 +189,7 @@ class Asked:
         with self._seen(parts):
             traced = trace(fun, *self.shapes(parts))
         return Traced(
-            paired(read_program(traced.jaxpr, all_but_named)),
+            _program(traced.jaxpr),
             traced.out_tree,
             seen["calls"].noted,
             seen["changed"],
@@ -226,7 +225,7 @@ class Asked:
 
         with self._seen(parts):
             traced = trace(fun, *self.shapes(parts))
-        program, drawn = paired(read_program(traced.jaxpr, all_but_named)), drawn_by_rows(self.key, traced.jaxpr)
+        program, drawn = _program(traced.jaxpr), drawn_by_rows(self.key, traced.jaxpr)
         return Traced(program, traced.out_tree, [], (), seen["weighted"], drawn)
 
 
@@ -293,6 +292,16 @@ def following(what: str) -> Iterator[None]:
             f"the model's operations could not be followed for {what} ({type(error).__name__}: {error}), so nothing is known "
             "of it. This is an error of axonml_jax: please report it with the model's code"
         )
+
+
+def _program(jaxpr: Any) -> Program:
+    """The program of a traced loss, in which lookups of rows' own entries pair rows."""
+    program = read_program(jaxpr, all_but_named)
+    if not any(each.name == "gather" for each in program.equations):
+        return program
+    from axonml_jax.meaning.paired import paired
+
+    return paired(program)
 
 
 def _parsed(returned: Any) -> tuple[Loss, bool]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.varying_types import varying_axes
@@ -113,7 +114,7 @@ def _known(atom: Atom, program: Program) -> np.ndarray | None:
     held = [env[number] for number in read & env.keys()]
     if not read <= made or max(sizes, default=0) > MOST or not all(map(is_light, (each.op for each in needed))):
         return None
-    if any(isinstance(x, jax.core.Tracer) or not hasattr(x, "dtype") for x in held):
+    if any(isinstance(x, Tracer) or not hasattr(x, "dtype") for x in held):
         return None
     with jax.ensure_compile_time_eval():
         run(needed, env)
