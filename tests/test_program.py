@@ -55,6 +55,7 @@ def over(name):
 
 
 X = arange(4, 6, 8)
+MATRICES = arange(4, 3, 3) @ arange(4, 3, 3).transpose(0, 2, 1) + 3 * jnp.eye(3, dtype=jnp.float32)
 
 # What is done, on which operands. Each primitive of DIMS is here.
 OPERATIONS = {
@@ -86,6 +87,13 @@ OPERATIONS = {
     "reduce_xor": (over("reduce_xor"), (9 * X).astype(jnp.int32)),
     "argmax": (lambda x: lax.argmax(x, 1, jnp.int32), X),
     "argmin": (lambda x: lax.argmin(x, 1, jnp.int32), X),
+    "fft": (lambda x: jnp.fft.fft2(x), X),
+    "cholesky": (jnp.linalg.cholesky, MATRICES),
+    "eigh": (lambda x: jnp.linalg.eigh(x), MATRICES),
+    "lu": (lambda x: lax.linalg.lu(x), MATRICES),
+    "qr": (lambda x: jnp.linalg.qr(x), MATRICES),
+    "svd": (lambda x: jnp.linalg.svd(x), MATRICES),
+    "triangular_solve": (lambda x, y: lax.linalg.triangular_solve(x, y, left_side=True), MATRICES, arange(4, 3, 2)),
     "elementwise": (lambda x, y: lax.select(x > y, x, y), X, -X),
     "elementwise with a number": (lambda x: lax.clamp(np.float32(0), x, np.float32(1)), X),
 }  # fmt: skip

@@ -283,7 +283,7 @@ def _placed(linear: bool) -> Rule:
 
 def _data(op: Operation) -> tuple[int, ...]:
     """The operands that are arrays of one kind; the others are indices, or values to fill in."""
-    if op.name in ("concatenate", "householder_product", "sort", "triangular_solve"):
+    if op.name in ("concatenate", "sort", "triangular_solve"):
         return tuple(range(len(op.given)))
     return (0, 1) if op.name == "dynamic_update_slice" else (0,)
 

@@ -184,8 +184,7 @@ DIMS: Mapping[str, Follow] = {
     **{name: _beside("axis") for name in ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")},
     **{f"reduce_{name}": _without("axes") for name in ("and", "max", "min", "or", "prod", "sum", "xor")},
     **{name: _without("axes") for name in ("argmax", "argmin")},
-    **{name: _before_last(2) for name in ("cholesky", "eig", "eigh", "lu", "qr", "svd", "triangular_solve")},
-    **{name: _before_last(2) for name in ("geqrf", "householder_product")},
+    **{name: _before_last(2) for name in ("cholesky", "eigh", "lu", "qr", "svd", "triangular_solve")},
 }
 """The rules of primitives that are not elementwise, by name."""
 

@@ -318,9 +318,9 @@ def part_keys(placement: Placement, key: jax.Array, rows: PyTree, count: int) ->
 
 
 def _in_its_dtype(after: Any, before: Any) -> Any:
-    """A leaf of the model's state in the dtype that it had, if both are floats: code may write what it computes in 16 bits."""
+    """A leaf of the model's state, not in fewer bits than it had: code may write what it computes in 16 bits."""
     floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (after, before))
-    return after.astype(before.dtype) if floats and after.dtype != before.dtype else after
+    return after.astype(before.dtype) if floats and after.dtype.itemsize < before.dtype.itemsize else after
 
 
 def with_leaves(state: PyTree, changed: Mapping[str, Any]) -> PyTree:
