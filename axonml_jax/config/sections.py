@@ -425,7 +425,6 @@ class CheckpointConfig:
         copied = self.store if resume is not None else None
         given = {"best": self.best, "verify": self.verify, "max_failures": self.max_failures != 1}
         given |= {name: copied is None and getattr(self, name) for name in ("mirror", "url", "keep_every", "keep_for")}
-        given["keep"] = copied is None and self.keep != type(self).keep
         found = ", ".join(f"checkpoint.{name}={getattr(self, name)}" for name, there in given.items() if there)
         rule = "no effect while checkpoint.every=null saves nothing: set checkpoint.every, or leave out what has none"
         return [f"{found}: {rule}"] if found else []
