@@ -1,7 +1,6 @@
 """What is easily done wrong is answered by a sentence that helps, and by the line of the caller's own code."""
 
 import copy
-import pickle
 import traceback
 
 import jax
@@ -179,11 +178,10 @@ def test_a_loss_that_nothing_trained_reaches_is_an_error_at_the_first_step(plan,
     assert trainer.state.step == 0  # before the first update
 
 
-@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_trainer_is_not_copied(trainer, way):
+def test_a_trainer_is_not_copied_with_its_arrays(trainer):
     trainer.step(BATCH)
-    with pytest.raises(TypeError, match=r"not copied or pickled.*again\.state = jax\.tree\.map\(jnp\.copy"):
-        way(trainer)
+    with pytest.raises(TypeError, match=r"not copied with all .*again\.state = jax\.tree\.map\(jnp\.copy"):
+        copy.deepcopy(trainer)
 
 
 def test_an_unknown_option_of_a_trainer_is_refused_with_the_nearest_one(mesh):

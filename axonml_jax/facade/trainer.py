@@ -438,11 +438,11 @@ class Trainer(Generic[M]):
     def __getattr__(self, name: str) -> Any:
         raise no_attribute(self, name)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError(
-            "a trainer is not copied or pickled, as it has compiled programs and arrays of devices: make another with the same "
-            "arguments and give it a copy of the state, again.state = jax.tree.map(jnp.copy, trainer.state), or save it "
-            "(ax.save)"
+            "a trainer is not copied with all that it has, which is compiled programs and arrays of devices: make another with "
+            "the same arguments and give it a copy of the state, again.state = jax.tree.map(jnp.copy, trainer.state), or save "
+            "it (ax.save)"
         )
 
     def __repr__(self) -> str:
