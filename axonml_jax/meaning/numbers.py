@@ -23,7 +23,9 @@ _BENDING = """
 abs cbrt cos div erf exp exp2 expm1 integer_pow log log1p log2 logistic max min mul pow rsqrt sin sqrt square tanh
 """
 BENDING = frozenset(_BENDING.split())
-"""Operations whose value at a sum is none of their values at its parts, besides comparisons and factorizations."""
+"""Operations whose value at a sum is none of their values at its parts, besides factorizations.
+
+Of choices and tests nothing is said, as they guard."""
 
 _SOME_ROWS = ("dynamic_slice", "gather", "slice")
 
@@ -83,7 +85,7 @@ class Numbers(Walk):
         name, rule = equation.name, rule_of(equation.name)
         if any(known.is_sum for known in given):
             factorizes = rule.kind == "heavy" and name not in ("dot_general", "conv_general_dilated", "fft")
-            return name in BENDING or rule.compares or factorizes
+            return name in BENDING or factorizes
         rows = bool(given) and any(given[0].places)
         fixed = all(np.shape(a) == np.shape(b) for a, b in zip(equation.op.made, own.op.made, strict=True))
         return rows and (rule.total in ("max", "min") or name == "reduce_prod" or (name in _SOME_ROWS and fixed))
