@@ -415,7 +415,7 @@ class Right(nnx.Module):
             values(WIDTH),
             values(2),
         )
-        self.of_some, self.unknown, self.after_norm = values(WIDTH), values(WIDTH), values(WIDTH)
+        self.of_some, self.after_norm = values(WIDTH), values(WIDTH)
         self.norm = nnx.BatchNorm(WIDTH, rngs=rngs, param_dtype=F64)
 
     def __call__(self, x):
@@ -426,7 +426,6 @@ class Right(nnx.Module):
         self.key[...] = jax.random.normal(jax.random.key(self.steps[...]), (2,), F64)
         self.of_some[...] = jnp.where(self.steps[...] > 1, self.of_some[...], own.mean((0, 1)))
         self.after_norm[...] = 0.9 * self.after_norm[...] + 0.1 * jax.lax.stop_gradient(self.norm(x)).mean((0, 1))
-        self.unknown[...] = jnp.sort(own.reshape(-1, WIDTH), axis=0)[0]
         return jnp.tanh(self.layer(x))
 
 
