@@ -363,7 +363,7 @@ def in_microbatches(asked: Asked, decided: Decided, *, two_sweeps: bool) -> Deci
         name, line = mixing.args
         metrics = _mixing_metrics(whole, places, dependent, asked.groups, calls)
         what = f"the metric{'s' * (len(metrics) > 1)} {', '.join(metrics)}" if metrics else "the loss"
-        instead = "leave it to trainer.predict and the host" if metrics else "return ax.WeightedMean(total, weight)"
+        instead = "compute that of what trainer.predict returns" if metrics else "return ax.WeightedMean(total, weight)"
         raise ValueError(
             f"{what} need{'s' * (len(metrics) < 2)} the model's results of other microbatches: {name} "
             f"({line or 'no line known'}) is not a sum over rows. Take all rows at once (accumulate=1, num_microbatches=1), "

@@ -212,7 +212,7 @@ class _Divider(Watching):
         if equation.name not in OF_PARTS or len(self.groups) > 1 or read[0] is None:
             return False
         (place,) = given = self.env[read[0]]
-        return isinstance(place, Split) and self.steps(equation.op, [given])[0].made == (None,)
+        return isinstance(place, Split) and self.steps(equation.op, [given])[0].act in ("extreme", "logical")
 
     def _make_early(self, numbers: Sequence[int]) -> None:
         self.early.update(numbers)

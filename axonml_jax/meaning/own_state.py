@@ -144,9 +144,8 @@ class _Pair(Numbers):
         talks = not set(self._group.axes).isdisjoint(equation.op.mesh_axes) and not rule_of(equation.name).casts
         if talks or (scaled and rows) or any(known is UNKNOWN for known in given):
             return [UNKNOWN] * len(equation.outputs)
-        if equation.name in ("ge", "gt", "le", "lt") and any(
-            known.is_sum for known in given
-        ):  # what it chooses is no mean
+        orders = equation.name in ("ge", "gt", "le", "lt")
+        if orders and any(known.is_sum for known in given):  # what is chosen by it is no mean
             return [MIXED]
         alike = any(known.places == (None,) for known in given)
         if alike and equation.name in ("add", "add_any", "sub") and any(map(self._is_no_mean, given)):
