@@ -204,10 +204,11 @@ def counting_loss(model, batch):
     return loss
 
 
-@pytest.mark.parametrize("by_loss", [False, True])
+@pytest.mark.parametrize(("by_loss", "count"), [(False, 1), (True, 1), (True, 2)])
 @pytest.mark.parametrize("typed", [False, True])
-def test_a_sum_that_every_rank_has_of_the_whole_batch_is_added_once(by_loss, typed):
-    trainer = parallel({"data": 4}, {"check_vma": typed}, Counting(by_loss)).trainer(TX, counting_loss)
+def test_a_sum_that_every_rank_has_of_the_whole_batch_is_added_once(by_loss, count, typed):
+    options = {"check_vma": typed, "accumulate": count}
+    trainer = parallel({"data": 4}, options, Counting(by_loss)).trainer(TX, counting_loss)
     for _ in range(2):
         trainer.step(batch_of(8))
     assert trainer.model.module.rows[...] == 7 + 2 * 8

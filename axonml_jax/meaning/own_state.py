@@ -163,8 +163,8 @@ def moved_once(asked: Asked, traced: Callable[[Sequence[int]], Traced], by_loss:
 
     Each of its microbatches begins with such a leaf as the step found it, and what the last one makes of it is kept: on one
     device the loss is called once. These are the leaves that follow from no rows, or only from what running statistics have
-    become; not those that depend on how many rows there are, and not those whose class says how parts of a batch join
-    (`state_joins`).
+    become; not those that depend on how many rows there are, and not those that calls change and whose class says how parts of
+    a batch join (`state_joins`).
 
     Args:
       asked: the loss, of which a microbatch is a part.
@@ -185,8 +185,9 @@ def moved_once(asked: Asked, traced: Callable[[Sequence[int]], Traced], by_loss:
             given, own = (jax.tree.leaves(part.shapes(parts)[2]) for parts in ((), part.everywhere))
             sized = of_size(whole.program, local.program, given, own, part.groups[0].ranks)[-len(names) :]
             driven = _driven(part, local.program, len(names))
-            found.update(name for name, *each in zip(names, driven, sized, strict=True) if not any(each))
-    return frozenset(found.difference(asked.model.state_joins()))
+            alike = {name for name, *each in zip(names, driven, sized, strict=True) if not any(each)}
+            found |= alike.difference(asked.model.state_joins())
+    return frozenset(found)
 
 
 def _changed_by_loss(asked: Asked, traced: Callable[[Sequence[int]], Traced]) -> bool:
