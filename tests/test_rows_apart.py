@@ -51,6 +51,16 @@ LOSSES = {
     "own entries that may lie outside": lambda rows: jnp.square(
         rows.at[jnp.arange(len(rows)), jnp.argsort(rows)[:, 0] + 3].get(mode="fill", fill_value=2.0)
     ).mean(),
+    "own entries set": lambda rows: jnp.square(
+        rows.at[jnp.arange(len(rows)), jnp.argsort(rows)[:, 0]].set(jnp.arange(len(rows)) % 3)
+    ).mean(),
+    "own entries added to": lambda rows: jnp.square(
+        rows.at[jnp.arange(len(rows))[:, None], jnp.argsort(rows)[:, :2]].add(rows[:, :2])
+    ).mean(),
+    "own entries, the largest": lambda rows: jnp.square(
+        rows.reshape(-1, 3, 3).at[jnp.arange(len(rows)), 1].max(rows[:, :3])
+    ).mean(),
+    "repeated features": lambda rows: jnp.square(jnp.tile(rows, (1, 2)) + 1).mean(),
     "segments of every row": lambda rows: jnp.square(
         jax.vmap(lambda row: jax.ops.segment_sum(row, jnp.arange(9) % 4, 4))(rows)
     ).mean(),

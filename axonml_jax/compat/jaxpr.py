@@ -426,6 +426,11 @@ class Operation:
         return "" if self._taken_from is None else self._taken_from.line
 
 
+def is_ours(op: Operation) -> bool:
+    """Whether an operation is written in this library."""
+    return source_info_util.summarize(op.eqn.source_info).startswith(_NOT_THE_USERS[1])
+
+
 def function_of(op: Operation) -> str:
     """The name of the function that a `custom_vjp` call runs; "" for all other equations."""
     return _inner(op.call).debug_info.func_name if op.name == "custom_vjp_call" and op.call is not None else ""

@@ -189,7 +189,7 @@ class Asked:
         with self._seen(parts):
             traced = trace(fun, *self.shapes(parts))
         return Traced(
-            _program(traced.jaxpr),
+            program_of(traced.jaxpr),
             traced.out_tree,
             seen["calls"].noted,
             seen["changed"],
@@ -225,7 +225,7 @@ class Asked:
 
         with self._seen(parts):
             traced = trace(fun, *self.shapes(parts))
-        program, drawn = _program(traced.jaxpr), drawn_by_rows(self.key, traced.jaxpr)
+        program, drawn = program_of(traced.jaxpr), drawn_by_rows(self.key, traced.jaxpr)
         return Traced(program, traced.out_tree, [], (), seen["weighted"], drawn)
 
 
@@ -294,10 +294,10 @@ def following(what: str) -> Iterator[None]:
         )
 
 
-def _program(jaxpr: Any) -> Program:
-    """The program of a traced loss, in which lookups of rows' own entries pair rows."""
+def program_of(jaxpr: Any) -> Program:
+    """The program of a traced loss or call, in which lookups of rows' own entries pair rows."""
     program = read_program(jaxpr, all_but_named)
-    if not any(each.name == "gather" for each in program.equations):
+    if not any(each.name == "gather" or each.name.startswith("scatter") for each in program.equations):
         return program
     from axonml_jax.meaning.paired import paired
 

@@ -20,7 +20,7 @@ from axonml_jax.compat.row_keys import KNOWN, Drawn, draws, is_row_key, rows_of
 from axonml_jax.meaning.asked import Asked, Traced, WholeAlone, calls_alone, following
 from axonml_jax.meaning.following import Following
 from axonml_jax.meaning.microbatches import Division, Mixing, divided
-from axonml_jax.meaning.mixing import Unlike, mixing_inside, numbering_inside
+from axonml_jax.meaning.mixing import Lost, Unlike, mixing_inside, not_apart, numbering_inside
 from axonml_jax.meaning.model_call import Call, RealCalls, calls_model, no_share
 from axonml_jax.meaning.places import Group, Places
 from axonml_jax.meaning.plain_mean import is_plain_mean, talks
@@ -245,13 +245,14 @@ def _pools(asked: Asked, traced: TracedAt, local: Traced) -> bool:
 
 
 def _mixes(asked: Asked, traced: TracedAt, inlines: bool) -> bool:
-    """Whether the model's own code mixes rows and can be in the loss's program; warns where it mixes them and cannot.
+    """Whether the model's own code mixes rows and can be in the loss's program; warns where it mixes them and cannot, or may.
 
     Code that reads how many rows there are, or which, counts as such.
     """
-    mixing, numbering = mixing_inside(asked, traced(asked.everywhere)), _numbering(asked, traced)
+    lost, numbering = _lost(asked, traced), _numbering(asked, traced)
+    mixing = [*mixing_inside(asked, traced(asked.everywhere)), *(each.note for each in lost if each.mixes)]
     bent = _own_gradients(asked, traced)
-    said = [f"mixes rows of the batch: {'; '.join(mixing[:5])}"] if mixing else []
+    said = [f"mixes rows of the batch: {'; '.join(list(dict.fromkeys(mixing))[:5])}"] if mixing else []
     said += (
         [f"reads the number of rows, or takes them by their numbers: {'; '.join(numbering[:5])}"] if numbering else []
     )
@@ -264,7 +265,23 @@ def _mixes(asked: Asked, traced: TracedAt, inlines: bool) -> bool:
             "batch_stats='local' that a part's own are meant"
         )
         return False
+    if lost and not said:
+        named = "; ".join(each.note for each in lost[:5])
+        warn(
+            f"it is not known whether the model's code keeps rows of the batch apart: {named}. A rank, and a microbatch, "
+            "computes with its own rows alone, which may be something else than on one device: trainer.check(batch) tells. Mix "
+            "rows in the loss function, which has the whole batch, or say by batch_stats='local' that a part's own are meant"
+        )
     return bool(said)
+
+
+def _lost(asked: Asked, traced: TracedAt) -> list[Lost]:
+    """Where the model's own code is not known to keep rows apart; none where its traces do not say."""
+    for whole, own, count in _pairs(asked, traced):
+        with following("rows that are kept apart"), suppress(Unlike):
+            pairs = zip(whole, own, strict=True)
+            return sorted({lost for a, b in pairs for lost in not_apart(a, b, count, asked.typed_axes)})
+    return []
 
 
 def _numbering(asked: Asked, traced: TracedAt) -> list[str]:

@@ -26,12 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from axonml_jax.compat.jaxpr import Operation
+from axonml_jax.compat.jaxpr import Operation, is_ours
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.compat.row_keys import is_row_key, rows_of
-from axonml_jax.meaning.asked import Asked, Traced
+from axonml_jax.meaning.asked import Asked, Traced, program_of
 from axonml_jax.meaning.following import Following
-from axonml_jax.meaning.model_call import Call
+from axonml_jax.meaning.model_call import Call, Unclear, place_of
 from axonml_jax.meaning.places import SUM, Group, Place, Places, Split, Step, step_of
 from axonml_jax.program.program import (
     Equation,
@@ -93,22 +93,7 @@ class _Mixing(Following):
         made = super().equation(equation, given)
         if self.drawn and self.inside and rule_of(equation.name).kind == "random":
             made = [(_rows_at(aval.shape, self.drawn),) for aval in equation.op.made]
-        if equation.bodies or rule_of(equation.name).casts:
-            return made
-        marked = _chosen if self._chooses(equation.op, given) else _plain  # a rule of places hands a mark on
-        return [tuple(map(marked, each)) for each in made]
-
-    @staticmethod
-    def _chooses(op: Operation, given: Sequence[Places]) -> bool:
-        """Whether an operation makes a mask of rows, or hands one on."""
-        kinds, kind = [aval.dtype for aval in op.given], rule_of(op.name).kind
-        if op.name == "convert_element_type" and kinds[0] == jnp.bool_:
-            return True
-        if rule_of(op.name).compares and not any(jnp.issubdtype(each, jnp.inexact) for each in kinds):
-            return True
-        if op.name == "dot_general":  # of two masks
-            return _has_chosen(given) and all(isinstance(place, Split) for (place,) in given)
-        return (is_elementwise(op.name) or kind == "placing") and _has_chosen(given)
+        return made if equation.bodies or rule_of(equation.name).casts else _marked(equation.op, given, made)
 
     def _of_model(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
         program = read_program(self.noted[equation.op.options["number"]].traced, all_but_named)
@@ -187,6 +172,24 @@ class _Mixing(Following):
         return [Step((place,), (Split(there[0]) if there else None,))]
 
 
+def _marked(op: Operation, given: Sequence[Places], made: Sequence[Places]) -> list[Places]:
+    """The places of an operation's results, marked where they are a mask of rows: a rule of places hands a mark on."""
+    mark = _chosen if _chooses(op, given) else _plain
+    return [tuple(map(mark, each)) for each in made]
+
+
+def _chooses(op: Operation, given: Sequence[Places]) -> bool:
+    """Whether an operation makes a mask of rows, or hands one on."""
+    kinds, kind = [aval.dtype for aval in op.given], rule_of(op.name).kind
+    if op.name == "convert_element_type" and kinds[0] == jnp.bool_:
+        return True
+    if rule_of(op.name).compares and not any(jnp.issubdtype(each, jnp.inexact) for each in kinds):
+        return True
+    if op.name == "dot_general":  # of two masks
+        return _has_chosen(given) and all(isinstance(place, Split) for (place,) in given)
+    return (is_elementwise(op.name) or kind == "placing") and _has_chosen(given)
+
+
 def _carried_rows(equation: Equation, given: Sequence[Places]) -> tuple[list[bool], bool]:
     """Which floats that a scan over rows carries are made of the rows before, and whether what it stacks reads them."""
     scan, body = equation.op.scan, equation.body
@@ -250,6 +253,227 @@ def _made(name: str, place: Place, joined: bool) -> Any:
 
 def _rows_alone(places: Places) -> Places:
     return tuple(place if isinstance(place, Split) else None for place in places)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is not known to keep rows apart.
+# --------------------------------------------------------------------------------------------------
+
+
+class Lost(NamedTuple):
+    """What an operation makes that is in no rank's rows alone.
+
+    Attributes:
+      note: the operation, with the user's line.
+      mixes: whether it is certain that rows are mixed in it.
+    """
+
+    note: str
+    mixes: bool
+
+
+_BETWEEN = """
+cholesky conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum dot_general eigh fft lu qr reduce_window_max
+reduce_window_min reduce_window_sum slice sort squeeze svd top_k triangular_solve
+"""
+_MIXES = frozenset(_BETWEEN.split())
+"""Operations whose results are made of several rows where they go along rows of floats that are no mask."""
+
+_KERNELS = ("dot_product_attention", "ffi_call", "pallas_call")
+"""What the names of kernels begin with; each is taken to keep rows apart."""
+
+
+def not_apart(whole: Call, local: Call, ranks: int, axes: Container[str]) -> list[Lost]:
+    """The operations of a call that are not known to keep rows apart, and that reach the rows that it returns.
+
+    The rules by which a loss is run on ranks' rows (`places.py`) say of every operation where its results are. An operation
+    loses rows whose operands a rank would have to send, or whose results are no rank's rows, as sums over them are; what is
+    made of its results depends on it.
+
+    Args:
+      whole, local: the call, noted at the whole batch's shapes and at a rank's.
+      ranks: the number of ranks.
+      axes: mesh axes over which a collective makes values of the whole batch.
+    """
+    group, count = Group((), ranks), whole.out_rest.count(None)
+    if not whole.alike(local) or whole.traced is None:
+        return []
+    program, walk = program_of(whole.traced), _Apart(group, axes)
+    rows = [_place(a.shape, b.shape, group) for a, b in zip(whole.given, local.given, strict=True)]
+    walk.program(program, [walk.none] * (len(program.inputs) - len(rows)) + [(place,) for place in rows])
+    made = results(program, [_NOTHING] * len(program.inputs), walk.facts, _NOTHING)[:count]
+    pairs = zip(whole.made[:count], local.made[:count], strict=True)
+    found = [own for own, (a, b) in zip(made, pairs, strict=True) if _place(a.shape, b.shape, group) is not None]
+    return sorted(frozenset[Lost]().union(*found))
+
+
+_NOTHING = frozenset[Lost]()
+
+
+def _place(whole: Sequence[int], own: Sequence[int], group: Group) -> Place:
+    """Where a value has rows by its two shapes; None, too, where that is not clear."""
+    try:
+        return place_of(whole, own, group)
+    except Unclear:
+        return None
+
+
+class _Apart(Following):
+    """Follows rows through a model's program of the whole batch, and notes the equations that lose them.
+
+    Attributes:
+      lost: by equation what each of its results has lost.
+    """
+
+    def __init__(self, group: Group, axes: Container[str]):
+        super().__init__((group._replace(ranks=1),))
+        self._real = (group,)  # a dim of rows is divided for reshapes alone, where groups of rows must be a rank's
+        self.lost, self._axes, self._at = dict[Equation, list[Lost]](), axes, list[Equation]()
+
+    def joins_all(self, equation: Equation) -> bool:
+        """Whether an equation is a collective that makes values of the whole batch."""
+        sends = rule_of(equation.name).sends is not None
+        return sends and any(axis in self._axes for axis in equation.op.mesh_axes)
+
+    def equation(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
+        """The places of an equation's results."""
+        if self.joins_all(equation):
+            return [self.none] * len(equation.outputs)
+        self._at.append(equation)
+        made = self.branches(equation, given[1:]) if equation.branches else super().equation(equation, given)
+        self._at.pop()
+        plain = equation.bodies or rule_of(equation.name).casts
+        return made if plain else _marked(equation.op, given, made)
+
+    def steps(self, op: Operation, given: Sequence[Places]) -> list[Step]:
+        """As ever; noted where rows would be sent, or what is made is in no rank's rows."""
+        places = _aligned(op, [place for (place,) in given])
+        [step] = super().steps(op, [(place,) for place in places])
+        if op.name.startswith(_KERNELS) or (op.name == "custom_linear_solve" and _solves_apart(op, places)):
+            step = _beside(op, places)
+        elif op.name == "reshape":
+            [step] = step_of(op, given, self._real)
+        elif op.name in ("concatenate", "pad", "slice", "split", "tile"):
+            step = _by_numbers(op, places) or step
+        moved = [k for k, place in enumerate(places) if isinstance(place, Split) and place != step.wanted[k]]
+        if moved or (_has_split(places) and not all(map(_has_split, [[place] for place in step.made]))):
+            self._note(_certain(op, places, moved))
+        return [step]
+
+    def held(self, made: Sequence[Places], found: Sequence[Places]) -> None:
+        """Notes where rows are held whole, as what branches and loops cannot hand on."""
+        if any(isinstance(a, Split) and a != b for (a,), (b,) in zip(made, found, strict=True)):
+            self._note([False] * len(self._at[-1].outputs))
+
+    def scan(self, equation: Equation, given: Sequence[Places]) -> tuple[list[Places], list[Places]]:
+        """As ever; a scan over rows that carries nothing makes each row of its own."""
+        scan = equation.op.scan
+        assert scan is not None
+        over = [isinstance(place, Split) and not place.dim for (place,) in given[scan.first_scanned :]]
+        carry, stacks = super().scan(equation, given)
+        if not any(over):
+            return carry, stacks
+        if scan.num_carry or _has_split([place for (place,) in given[: scan.num_consts]]):
+            self._note([False] * len(equation.outputs))
+            return carry, stacks
+        return [], [(Split(0),)] * len(stacks)
+
+    def _note(self, mixes: Sequence[bool]) -> None:
+        equation = self._at[-1]
+        if not is_ours(equation.op):
+            note = f"{equation.name} ({equation.op.line or 'no line known'})"
+            self.lost[equation] = [Lost(note, each) for each in mixes]
+
+    def facts(self, equation: Equation, operands: list[frozenset[Lost]]) -> list[frozenset[Lost]]:
+        """What the results of an equation depend on that has lost rows, from what its operands do."""
+        if self.joins_all(equation):
+            return [_NOTHING] * len(equation.outputs)
+        inside = through(equation, operands, self.facts, operator.or_, _NOTHING)
+        made = [_NOTHING.union(*operands)] * len(equation.outputs) if inside is None else inside
+        own = self.lost.get(equation, [])
+        if equation.name == "gather" and not any(operands[1:]):  # by numbers that are made of no rows
+            own = [lost._replace(mixes=True) for lost in own]
+        return [each | {lost} for each, lost in zip(made, own, strict=True)] if own else made
+
+
+def _has_split(places: Sequence[Place]) -> bool:
+    return any(isinstance(place, Split) for place in places)
+
+
+def _beside(op: Operation, places: Sequence[Place]) -> Step:
+    """The step of a kernel: its results have rows in the dim in which its operands do, where they have that size."""
+    k = next((k for k, place in enumerate(places) if isinstance(place, Split)), None)
+    if k is None:
+        return Step((None,) * len(op.given), (None,) * len(op.made))
+    dim, size = places[k].dim, op.given[k].shape[places[k].dim]
+    sized = [aval.shape[dim : dim + 1] == (size,) for aval in op.made]
+    return Step(tuple(places), tuple(places[k] if each else None for each in sized))
+
+
+def _solves_apart(op: Operation, places: Sequence[Place]) -> bool:
+    """Whether rows are batch dims of the matrices and vectors of a linear solve; of its whole numbers they are."""
+    pairs = zip(op.given, places, strict=True)
+    return all(not isinstance(at, Split) or not _is_float(aval) or at.dim < aval.ndim - 2 for aval, at in pairs)
+
+
+_SOME = -1
+"""The `outer` of a dim whose entries are rows that an operation has taken or put beside others, in no order known here."""
+
+
+def _by_numbers(op: Operation, places: Sequence[Place]) -> Step | None:
+    """The step of what takes rows by their numbers or puts them beside others; None: of no other.
+
+    Each entry of its results is still made of one row; in which order is seen by the walk of their numbers.
+    """
+    first = next((place for place in places if isinstance(place, Split)), None)
+    data = (0,) if op.name == "pad" else range(len(places))
+    if first is None or any(isinstance(places[k], Split) and places[k].dim != first.dim for k in data):
+        return None
+    wanted, sizes = tuple(places), [aval.shape[first.dim] for aval in op.made]
+    if op.name == "concatenate" and op.options["dimension"] == first.dim:
+        alike = first.outer == 1 and all(places) and len({aval.shape for aval in op.given}) == 1
+        return Step(wanted, (first._replace(outer=len(places) if alike else _SOME),))
+    if op.name == "tile" and op.options["reps"][first.dim] > 1:
+        return Step(wanted, (first._replace(outer=first.outer * op.options["reps"][first.dim]),))
+    if op.name == "pad" and isinstance(places[0], Split):
+        return Step(wanted, (first._replace(outer=_SOME),))
+    if op.name in ("slice", "split") and sizes != [op.given[0].shape[first.dim]]:
+        rows = op.given[0].shape[first.dim] // first.outer
+        start, stride = _taken(op, first.dim)
+        if stride > 1:
+            return None
+        blocks = first.outer > 1 and not any(number % rows for number in (start, *sizes))
+        return Step(wanted, tuple(first._replace(outer=own // rows if blocks else _SOME) for own in sizes))
+    return None
+
+
+def _taken(op: Operation, dim: int) -> tuple[int, int]:
+    """Where along a dim an operation begins to take entries, and every how many."""
+    if op.name != "slice":
+        return 0, 1
+    return op.options["start_indices"][dim], (op.options["strides"] or (1,) * op.given[0].ndim)[dim]
+
+
+def _aligned(op: Operation, places: Sequence[Place]) -> Sequence[Place]:
+    """The places of operands of an elementwise operation, whose rows are in orders of their own where one has taken some."""
+    outer = {place.outer for place in places if isinstance(place, Split)}
+    if _SOME not in outer or len(outer) == 1 or not is_elementwise(op.name):
+        return places
+    return [place._replace(outer=_SOME) if isinstance(place, Split) else place for place in places]
+
+
+def _certain(op: Operation, places: Sequence[Place], moved: Sequence[int]) -> list[bool]:
+    """Of each result whether it is certain that it is made of several rows."""
+    floats = [
+        _is_float(aval) and isinstance(at, Split) and not isinstance(at, Chosen)
+        for aval, at in zip(op.given, places, strict=True)
+    ]
+    if op.name == "dot_general":  # of rows and rows; or a sum over rows by a matrix that is made for their number
+        mixes = all(floats) if moved else any(floats) and not all(map(_has_split, [[at] for at in places]))
+    else:
+        keys = range(op.options["num_keys"]) if op.name == "sort" else moved
+        mixes = op.name in _MIXES and bool(moved) and all(floats[k] for k in keys)
+    return [mixes and _is_float(aval) for aval in op.made]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Lookups of each row's own entries, such as `logits[jnp.arange(n), labels]`, told as what they are: row i of row i.
 
 Written by the numbers of rows it is a lookup anywhere to whatever follows places, and would be made of all rows. Here a program
-gets the lookup that `jax.vmap` makes of it: rows of the table paired with rows of the indices.
+gets the lookup that `jax.vmap` makes of it: rows of the table paired with rows of the indices. So it does for what is written
+into each row's own entries, as by `x.at[jnp.arange(n), places].set(0)`.
 """
 
 import itertools
@@ -49,13 +50,50 @@ class Pair(NamedTuple):
     index: int
 
 
+class _Dims(NamedTuple):
+    """The dims of a lookup's table and indices.
+
+    Attributes:
+      gone: dims of the table that no window of the lookup lies along.
+      looked_up: those that the columns of the indices are numbers along.
+      of_table, of_index: dims that are paired.
+    """
+
+    gone: tuple[int, ...]
+    looked_up: tuple[int, ...]
+    of_table: tuple[int, ...]
+    of_index: tuple[int, ...]
+
+    @classmethod
+    def names(cls, equation: Equation) -> Sequence[str]:
+        """JAX's names of these, of a lookup and of what writes into a table."""
+        if equation.name == "gather":
+            return "collapsed_slice_dims", "start_index_map", "operand_batching_dims", "start_indices_batching_dims"
+        return (
+            "inserted_window_dims",
+            "scatter_dims_to_operand_dims",
+            "operand_batching_dims",
+            "scatter_indices_batching_dims",
+        )
+
+    @classmethod
+    def of(cls, equation: Equation) -> "_Dims":
+        """Those of a lookup."""
+        numbers = equation.op.options["dimension_numbers"]
+        return cls(*(getattr(numbers, name) for name in cls.names(equation)))
+
+
 def paired(program: Program) -> Program:
     """The program with lookups that pair rows in the place of those by the numbers of rows; it may be the same."""
     makers = {number: each for each in program.equations for number in each.outputs}
     fresh, found = itertools.count(max(program.avals, default=-1) + 1), dict[Equation, list[Equation]]()
     avals, loose = dict(program.avals), set[Equation]()
     for equation in program.equations:
-        columns = _columns(equation, makers, avals) if equation.name == "gather" else []
+        columns = (
+            _columns(equation, makers, avals)
+            if equation.name == "gather" or equation.name.startswith("scatter")
+            else []
+        )
         if pairs := list(_pairs(equation, columns, program)):
             lookup = _lookup(equation, columns, pairs, avals)
             found[equation] = list(_spliced(lookup, equation, columns, pairs, fresh, avals))
@@ -70,11 +108,13 @@ def _columns(equation: Equation, makers: Makers, avals: Mapping[int, Any]) -> li
     """The columns of a lookup's indices, each [..., 1]; none where they are not joined of such, or types vary over axes."""
     index = equation.inputs[1]
     made = None if is_constant(index) else makers.get(index)
-    if made is None or made.name != "concatenate" or any(map(is_constant, (equation.inputs[0], *made.inputs))):
+    if made is None or made.name != "concatenate":
         return []
-    own = [aval_of(atom, avals) for atom in (equation.inputs[0], *made.inputs)]
-    last = len(own[1].shape) - 1
-    fits = made.op.options["dimension"] == last and all(aval.shape[-1] == 1 for aval in own[1:])
+    atoms = (*made.inputs, equation.inputs[0], *equation.inputs[2:])
+    if any(map(is_constant, atoms)):
+        return []
+    own, count = [aval_of(atom, avals) for atom in atoms], len(made.inputs)
+    fits = made.op.options["dimension"] == len(own[0].shape) - 1 and all(aval.shape[-1] == 1 for aval in own[:count])
     return list(made.inputs) if fits and not any(map(varying_axes, own)) else []
 
 
@@ -82,13 +122,13 @@ def _pairs(equation: Equation, columns: Sequence[Atom], program: Program) -> Ite
     """The columns that hold the numbers of rows; not all of them, as something is to be looked up."""
     if not columns:
         return
-    numbers, taken = equation.op.options["dimension_numbers"], set[int]()
-    for column, table in enumerate(numbers.start_index_map):
+    dims, taken = _Dims.of(equation), set[int]()
+    for column, table in enumerate(dims.looked_up):
         size = equation.op.given[0].shape[table]
-        if size == 1 or table not in numbers.collapsed_slice_dims or len(taken) == len(columns) - 1:
+        if size == 1 or table not in dims.gone or len(taken) == len(columns) - 1:
             continue
         rows = _of_rows(columns[column], size, program)
-        if rows is not None and rows not in {*numbers.start_indices_batching_dims, *taken}:
+        if rows is not None and rows not in {*dims.of_index, *taken}:
             taken.add(rows)
             yield Pair(column, table, rows)
 
@@ -123,27 +163,31 @@ def _known(atom: Atom, program: Program) -> np.ndarray | None:
 
 def _lookup(equation: Equation, columns: Sequence[Atom], pairs: Sequence[Pair], avals: Mapping[int, Any]) -> Program:
     """The lookup that pairs rows, as a program of the table and of the other columns."""
-    options, gone = equation.op.options, {pair.table for pair in pairs}
-    old = options["dimension_numbers"]
-    together = sorted(
-        [
-            *zip(old.operand_batching_dims, old.start_indices_batching_dims, strict=True),
-            *(pair[1:] for pair in pairs),
-        ]
+    options, gone, old = equation.op.options, {pair.table for pair in pairs}, _Dims.of(equation)
+    together = sorted([*zip(old.of_table, old.of_index, strict=True), *(pair[1:] for pair in pairs)])
+    new = _Dims(
+        gone=tuple(dim for dim in old.gone if dim not in gone),
+        looked_up=tuple(dim for dim in old.looked_up if dim not in gone),
+        of_table=tuple(table for table, _ in together),
+        of_index=tuple(index for _, index in together),
     )
-    numbers = old._replace(
-        collapsed_slice_dims=tuple(dim for dim in old.collapsed_slice_dims if dim not in gone),
-        start_index_map=tuple(dim for dim in old.start_index_map if dim not in gone),
-        operand_batching_dims=tuple(table for table, _ in together),
-        start_indices_batching_dims=tuple(index for _, index in together),
-    )
+    numbers = options["dimension_numbers"]._replace(**dict(zip(_Dims.names(equation), new, strict=True)))
 
-    def fun(table: jax.Array, *columns: jax.Array) -> jax.Array:
-        kept = {name: options[name] for name in ("slice_sizes", "mode", "fill_value")}
-        return jax.lax.gather(table, jax.numpy.concatenate(columns, -1), dimension_numbers=numbers, **kept)
+    def fun(table: jax.Array, *others: jax.Array) -> list[jax.Array]:
+        columns, updates = (
+            others[: len(others) - len(equation.inputs[2:])],
+            others[len(others) - len(equation.inputs[2:]) :],
+        )
+        arrays = [table, jax.numpy.concatenate(columns, -1), *updates]
+        return equation.op.bind(arrays, dimension_numbers=numbers, indices_are_sorted=False, unique_indices=False)
 
-    given = [aval_of(atom, avals) for atom in (equation.inputs[0], *_others(columns, pairs))]
+    given = [aval_of(atom, avals) for atom in _operands(equation, columns, pairs)]
     return read_program(trace(fun, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given)).jaxpr)
+
+
+def _operands(equation: Equation, columns: Sequence[Atom], pairs: Sequence[Pair]) -> list[Atom]:
+    """The table, the columns that are looked up, and what is written."""
+    return [equation.inputs[0], *_others(columns, pairs), *equation.inputs[2:]]
 
 
 def _others(columns: Sequence[Atom], pairs: Sequence[Pair]) -> list[Atom]:
@@ -160,7 +204,7 @@ def _spliced(
     avals: dict[int, Any],
 ) -> Iterator[Equation]:
     """The equations of the new lookup between the values of the program around it."""
-    given = (equation.inputs[0], *_others(columns, pairs))
+    given = _operands(equation, columns, pairs)
     names: dict[int, Atom] = dict(zip(lookup.inputs, given, strict=True))
     names |= dict(zip(names_of(lookup.outputs), equation.outputs, strict=True))
     for each in lookup.equations:

@@ -512,7 +512,7 @@ LOOKUPS: Mapping[str, Any] = {
 
 _LINEAR = (
     *("broadcast_in_dim", "concatenate", "cumsum", "dynamic_slice", "dynamic_update_slice", "pad", "rev", "slice"),
-    *("split", "squeeze", "transpose", "unstack"),
+    *("split", "squeeze", "tile", "transpose", "unstack"),
 )
 
 RULES: Mapping[str, Rule] = {

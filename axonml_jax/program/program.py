@@ -144,6 +144,10 @@ def _pad(op: Operation, k: int, dim: int, parts: int) -> int | None:
     return dim if k == 0 and tuple(op.options["padding_config"][dim]) == (0, 0, 0) else None
 
 
+def _tile(op: Operation, k: int, dim: int, parts: int) -> int | None:
+    return dim if op.options["reps"][dim] == 1 else None
+
+
 def _before_last(count: int) -> Follow:
     """Follow dims through an operation on the last `count` dims, such as a factorization of matrices."""
     return lambda op, k, dim, parts: dim if dim < op.given[k].ndim - count else None
@@ -179,6 +183,7 @@ DIMS: Mapping[str, Follow] = {
     "sort": _beside("dimension"),
     "split": _beside("axis"),
     "squeeze": _without("dimensions"),
+    "tile": _tile,
     "transpose": _transpose,
     "unstack": _without("axis"),
     **{name: _beside("axis") for name in ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")},
