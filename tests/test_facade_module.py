@@ -204,3 +204,65 @@ def test_a_model_and_its_trainer_print_what_was_chosen_and_how_arrays_rest():
         ["blocks/*/kernel", "(8,", "8)", "float32", "P('fsdp')", "(2,", "8)", "3"],
     ]
     assert str(model).splitlines()[1:] == str(trainer).splitlines()[1:]
+
+
+class Patches(nnx.Module):
+    """Cuts images into patches by a convolution as wide as its window, whose outputs are fewer than the window is long."""
+
+    def __init__(self, window):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Conv(3, 8, window, strides=window, rngs=rngs)
+        self.blocks = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = x + nnx.gelu(block(x))
+        return x
+
+
+@pytest.mark.parametrize(
+    ("window", "facade", "degrees"),
+    [
+        ((16, 16), lambda model, mesh: ax.FSDP(model, mesh), {"data": 2, "fsdp": 2}),
+        ((4, 4, 4), lambda model, mesh: ax.Pipeline(model, mesh, num_microbatches=2), {"data": 2, "pipe": 2}),
+    ],
+    ids=["fsdp", "pipeline"],
+)
+def test_the_module_of_a_model_with_wide_convolutions_computes_what_the_model_does(window, facade, degrees):
+    """XLA computes wrong convolutions where it partitions a kernel's window over one of two axes: it is given none."""
+    x = np.random.default_rng(0).normal(size=(8, *(2 * n for n in window), 3)).astype(np.float32)
+    parallel = facade(Patches(window), ax.make_mesh(**degrees, devices=jax.devices()[:4]))
+    np.testing.assert_allclose(parallel.module(x), Patches(window)(x), atol=1e-4)
+    np.testing.assert_allclose(parallel(x), Patches(window)(x), atol=1e-4)
+    assert all(entry is None for entry in parallel.module.embed.kernel[...].sharding.spec[:-2])
+
+
+class Cache(nnx.Module):
+    def __init__(self, rows):
+        self.sum, self.calls = nnx.Cache(jnp.zeros((rows, 4))), nnx.Variable(jnp.int32(0))
+
+
+class Cached(nnx.Module):
+    def __init__(self):
+        self.linear, self.dropout = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Dropout(0.5)
+
+    def __call__(self, x, cache, *, writes=True, rngs=None):
+        made = cache.sum[...] + self.linear(x)
+        if writes:
+            cache.sum[...], cache.calls[...] = made, cache.calls[...] + 1
+        return made if rngs is None else self.dropout(made, rngs=rngs)
+
+
+def test_a_call_may_not_write_into_what_it_is_given(mesh):
+    """What it writes would be lost: a cache would stay empty, and a stream would draw the same again."""
+    ddp, x = ax.DDP(Cached(), mesh), np.ones((8, 4), np.float32)
+    with pytest.raises(ValueError, match=r"writes into what it is given: cache, of class Cache \(calls, sum\)"):
+        ddp(x, Cache(8))
+    with pytest.raises(ValueError, match=r"given: rngs/default/count, of class RngCount \(its value\)"):
+        ddp(x, Cache(8), writes=False, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(ddp(x, Cache(8), writes=False), Cached()(x, Cache(8)), atol=1e-6)
+    trainer = ddp.trainer(optax.sgd(0.1), lambda model, x: model(x, Cache(len(x))).mean())
+    trainer.predict([x], lambda model, x: model(x, Cache(len(x))))  # a cache of its own
+    with pytest.raises(ValueError, match="writes into what it is given: x/cache"):
+        trainer.predict([{"x": x, "cache": Cache(8)}], lambda model, batch: model(batch["x"], batch["cache"]))

@@ -187,3 +187,18 @@ def test_layers_that_are_parallel_already_are_said_to_be():
     model = nnx.Sequential(ax.ColumnParallelLinear(8, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
     report = ax.auto_parallelize(model, mesh_of(tensor=2))
     assert report.left == {"layers/0": "it is a parallel layer already"}
+
+
+class Tied(nnx.Module):
+    """An embedding whose transpose makes the logits, written with JAX's own placement."""
+
+    def __init__(self):
+        self.table, self.linear = nnx.Embed(16, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+
+    def __call__(self, tokens):
+        return self.table.attend(self.linear(self.table(tokens)), out_sharding=None)
+
+
+def test_an_embedding_is_attended_to_with_options():
+    report = ax.auto_parallelize(Tied(), abstract_mesh(tensor=2), example=np.zeros((2, 3), np.int32))
+    assert {entry.path for entry in report.entries} >= {"table", "linear"}

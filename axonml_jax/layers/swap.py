@@ -590,7 +590,11 @@ def _probe(kind: type, name: str, part: LayerPart | None, ranks: int) -> type:
 
     attributes: dict[str, Any] = {"__call__": __call__}
     if hasattr(kind, "attend"):
-        attributes["attend"] = lambda self, query, *rest: named(lambda x: kind.attend(self, x, *rest))(query)  # pyright: ignore
+
+        def attend(self: Any, query: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+            return named(lambda x: kind.attend(self, x, *args, **kwargs))(query)  # pyright: ignore
+
+        attributes["attend"] = attend
     return type(kind.__name__, (kind,), attributes)
 
 

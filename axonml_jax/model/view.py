@@ -28,7 +28,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from axonml_jax.base import PyTree, is_array, logger, named_leaves, path_name
+from axonml_jax.base import PyTree, is_array, logger, named_leaves, path_name, some_of
 from axonml_jax.compat.order import current_trace, noting_lacked_streams
 from axonml_jax.model.buffers import (
     HOOK,
@@ -1217,6 +1217,32 @@ def refuse_hidden(out: Any) -> None:
     """Refuse outputs of the model, within its trace, that hold arrays where JAX does not find them."""
     if hidden := hidden_arrays(out):
         raise TypeError(hidden_words(hidden))
+
+
+@contextmanager
+def unwritten(given: PyTree, name: Callable[[tuple], str]) -> Iterator[None]:
+    """Within this context, a trace, a call may not write into modules and variables that it is given: it would be lost.
+
+    Raises:
+      ValueError: naming what was written, by the name of the argument's path.
+    """
+    is_node = lambda x: isinstance(x, (nnx.Module, nnx.Variable))
+    found = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(given, is_leaf=is_node) if is_node(x)]
+    before = [named_leaves(node) for _, node in found]
+    yield
+    written = []
+    for (path, node), old in zip(found, before, strict=True):
+        new = named_leaves(node)
+        changed = [leaf for leaf in {**old, **new} if old.get(leaf) is not new.get(leaf)]
+        if parts := [leaf.removesuffix("value").rstrip("/") or "its value" for leaf in changed]:
+            written.append(f"{name(path)}, of class {type(node).__name__} ({some_of(parts)})")
+    if written:
+        raise ValueError(
+            f"a call writes into what it is given: {'; '.join(written)}. Under a plan it gives back what it returns, and "
+            "all else that it makes is lost: let it return the new values, a cache as a dict of arrays that goes in and comes "
+            "out; keep them in the model, as its own state or its own nnx.Rngs; or make them inside of predict_fn, and run the "
+            "whole loop there: trainer.predict([batch], predict_fn)"
+        )
 
 
 def hidden_arrays(out: Any, given: Sequence[Any] = ()) -> dict[int, str]:

@@ -17,7 +17,7 @@ from axonml_jax.collectives.primitives import exchange_along, gather_along
 from axonml_jax.pipeline.assign import Assignment, Stack
 from axonml_jax.pipeline.pack import BufferGroup, Buffers, Packing, Slot, StageBuffers, Stored, slot_value
 from axonml_jax.pipeline.schedules import AXIS, Pipelined
-from axonml_jax.sharding.layout import Layout, is_layout, to_device_memory, to_host, to_stored
+from axonml_jax.sharding.layout import Layout, in_window, is_layout, to_device_memory, to_host, to_stored
 
 # --------------------------------------------------------------------------------------------------
 # A leaf that rests on one rank of a pipeline, brought to all devices: split over as many of them as its dims divide by.
@@ -132,7 +132,8 @@ class Spread:
         self._append(lambda x: own_slice(x, axis, dim), shape, axes)
 
     def _divisible(self, count: int, but: int | None = None) -> int | None:
-        return next((d for d, n in enumerate(self.shape) if d != but and n and n % count == 0), None)
+        dims = sorted(range(len(self.shape)), key=lambda d: in_window(d, len(self.shape)))
+        return next((d for d in dims if d != but and self.shape[d] and self.shape[d] % count == 0), None)
 
     def _append(self, move: Move, shape: list[int], axes: list[tuple[str, ...]]) -> None:
         self.moves.append(move)

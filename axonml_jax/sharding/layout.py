@@ -360,6 +360,15 @@ def order_parts(order: Order, ranks: int) -> int:
     return 2 * ranks if order == "zigzag" else ranks
 
 
+def in_window(dim: int, ndim: int) -> bool:
+    """Whether a dim may be one of the window of a convolution's kernel, all of whose dims but the last two are.
+
+    Over one of two mesh axes such a dim is not split while another can be: XLA computes wrong convolutions where it partitions
+    such a window itself, as in `model.module(x)`.
+    """
+    return ndim >= 4 and dim < ndim - 2
+
+
 # --------------------------------------------------------------------------------------------------
 # Between an array as the model knows it and the form in which its layout stores it: padding, invisible outside.
 # --------------------------------------------------------------------------------------------------

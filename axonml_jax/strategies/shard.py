@@ -17,7 +17,7 @@ from axonml_jax.collectives.gradients import exchange_leaves, gather_leaves, par
 from axonml_jax.collectives.primitives import axis_size
 from axonml_jax.mesh.axes import AxisNames
 from axonml_jax.model.loss import Precision
-from axonml_jax.sharding.layout import Layout
+from axonml_jax.sharding.layout import Layout, in_window
 from axonml_jax.strategies.replicate import Replicate
 from axonml_jax.strategies.strategy import (
     AbstractStrategy,
@@ -511,7 +511,8 @@ class Shard(AbstractStrategy, Bucketed, Lossy, Decides):
         """Splits the dim that needs the least padding over the axis.
 
         Among equals the first; of a leaf with three dims or more rather not dim 0, which may be a stack of layers whose
-        slices are read one at a time. A leaf all of whose dims other axes split into parts that do not divide stays as it is:
+        slices are read one at a time. Of four dims or more one of the last two (`in_window`), unless padding then more than
+        doubles the leaf. A leaf all of whose dims other axes split into parts that do not divide stays as it is:
         padded, they would no longer join.
         """
         if axis_size == 1:
@@ -522,7 +523,8 @@ class Shard(AbstractStrategy, Bucketed, Lossy, Decides):
             padded = math.prod(sizes) // max(sizes[dim], 1) * -(-sizes[dim] // axis_size) * axis_size
             # A dim that another axis splits may be split further, but not padded: its parts would no longer join.
             clumsy = bool(layout.parts) and layout.parts[dim] > 1 and sizes[dim] % axis_size > 0
-            return clumsy, padded, len(sizes) >= 3 and dim == 0, dim
+            wasteful, stack = padded > 2 * math.prod(sizes), len(sizes) >= 3 and dim == 0
+            return clumsy, wasteful, in_window(dim, len(sizes)), padded, stack, dim
 
         clumsy, *_, dim = min(cost(dim) for dim in range(len(sizes)))
         return layout if clumsy else layout.on(axis, dim, axis_size)

@@ -21,7 +21,7 @@ from axonml_jax.layers.whole import padded_sizes
 from axonml_jax.mesh.axes import as_axes
 from axonml_jax.mesh.simulate import bound_run_ahead
 from axonml_jax.model.loss import per_weight, weighted_names
-from axonml_jax.model.view import Functional, Mode, Variables, refuse_hidden
+from axonml_jax.model.view import Functional, Mode, Variables, refuse_hidden, unwritten
 from axonml_jax.parallel.placement import Placement, key_number, parts_of, reading
 from axonml_jax.program.program import all_but_named, read_program
 from axonml_jax.program.values import SAME, differing
@@ -658,7 +658,7 @@ class Forward:
         def call(variables: Variables, key: jax.Array, arrays: Arrays) -> tuple[Any, PyTree]:
             leaves = [arrays.get(name, value) for name, value in rest]
             args, kwargs = treedef.unflatten(leaves)
-            with self.placement.inside(whole):
+            with self.placement.inside(whole), unwritten((args, kwargs), self._name):
                 bound = self.model.bind(variables, key, mode or self.mode)
                 out = self.fun(bound, *args, **kwargs)
                 refuse_hidden(out)
