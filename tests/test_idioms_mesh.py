@@ -156,3 +156,25 @@ def test_an_explicit_axis_that_the_plans_mesh_names_too(plan):
             optimizer.update(model, grads)
             wanted.append(float(value))
     assert_trees_close(losses(mesh, wrap), np.float32(wanted), "losses")
+
+
+class Placed(nnx.Module):
+    """A block whose layers place what they make, as those of jax-ml/bonsai's models do."""
+
+    def __init__(self):
+        self.up, self.down = nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 4, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        rows = PartitionSpec("fsdp", None)
+        return self.down(nnx.gelu(self.up(x, out_sharding=rows)), out_sharding=rows)
+
+
+def test_a_check_reads_placements_on_one_device():
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    with jax.set_mesh(explicit((4,), ("fsdp",))):
+        trainer = ax.FSDP(Placed(), ax.make_mesh(fsdp=4, devices=jax.devices()[:4])).trainer(
+            optax.sgd(0.1), lambda model, x: jnp.square(model(x)).mean()
+        )
+        assert trainer.check(x).equal
+        trainer.step(x)
+        assert trainer.check(x, strict=True).equal

@@ -463,3 +463,27 @@ def test_what_is_not_known_to_keep_rows_apart_is_named(kind, plan):
     trainer = ax.parallelize(Net(UNKNOWN[kind]), mesh_of(degrees), chosen).trainer(optax.sgd(0.1), mean)
     with pytest.warns(UserWarning, match="not known whether the model's code keeps rows .* of test_mixing.py"):
         trainer.step(BATCH)
+
+
+@pytest.mark.parametrize("kind", ["centred", "attention over rows", "the last", "capacities of experts"])
+def test_a_call_and_a_prediction_name_what_may_mix_rows(kind):
+    """Each rank has its own rows there; the module has all of them."""
+    mixes, x = (MIXING | NUMBERED | UNKNOWN)[kind], BATCH["x"]
+    parallel = ax.parallelize(Net(mixes), mesh_of(data=4), ax.Plan())
+    trainer = parallel.trainer(optax.sgd(0.1), mean)
+    said = "mixes rows of the batch, or is not known to keep them apart: .* of test_mixing.py"
+    with pytest.warns(UserWarning, match=said):
+        parallel(x)
+    with pytest.warns(UserWarning, match=said):
+        trainer.predict([x])
+    np.testing.assert_allclose(parallel.module(x), Net(mixes)(x), rtol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [*APART, "batch norm", "rows of a rank"])
+def test_a_call_that_mixes_no_rows_says_nothing(kind):
+    local = {"batch_stats": "local"} if kind == "rows of a rank" else {}
+    mixes = MIXING["centred"] if local else APART.get(kind, lambda h: h)
+    model = ax.parallelize(Net(mixes, norm=kind == "batch norm"), mesh_of(data=2), ax.Plan(**local))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(BATCH["x"])

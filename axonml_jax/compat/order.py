@@ -229,7 +229,7 @@ _REFUSALS = re.compile(
     "is not found in mesh|can only refer to Auto axes|contains a manual axes|are of type Auto or Manual"
     "|should match the (?:mesh of sharding|aval mesh)|is incompatible with mesh_shape|can map every mesh axis to at most one"
     "|set a mesh via|`Manual` AxisType|requires a non-empty mesh|auto mesh context or metadata is required"
-    "|with_sharding_constraint"
+    "|with_sharding_constraint|not under a mesh context"
 )
 """Matches messages of JAX and Flax that refuse placements: tracebacks lack their frames. A canary tries several spellings."""
 

@@ -19,6 +19,7 @@ with these.
 import math
 import operator
 from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jax
@@ -26,10 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from axonml_jax.compat.jaxpr import Operation, is_ours
+from axonml_jax.compat.jaxpr import Operation, is_ours, trace
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.compat.row_keys import is_row_key, rows_of
-from axonml_jax.meaning.asked import Asked, Traced, program_of
+from axonml_jax.meaning.asked import Asked, Traced, following, program_of
 from axonml_jax.meaning.following import Following
 from axonml_jax.meaning.model_call import Call, Unclear, place_of
 from axonml_jax.meaning.places import SUM, Group, Place, Places, Split, Step, step_of
@@ -305,6 +306,26 @@ def not_apart(whole: Call, local: Call, ranks: int, axes: Container[str]) -> lis
     pairs = zip(whole.made[:count], local.made[:count], strict=True)
     found = [own for own, (a, b) in zip(made, pairs, strict=True) if _place(a.shape, b.shape, group) is not None]
     return sorted(frozenset[Lost]().union(*found))
+
+
+def not_apart_in(fun: Callable[..., list], fixed: Any, whole: list, local: list, ranks: int) -> list[str]:
+    """The operations of a call that are not known to keep rows apart, or that read their number, with the user's lines.
+
+    Args:
+      fun: `fun(fixed, arrays) -> results`.
+      fixed: what has no rows.
+      whole, local: the arrays at the whole batch's shapes and at a rank's.
+      ranks: the number of ranks.
+    """
+    calls = []
+    for arrays in (whole, local):
+        traced = trace(fun, fixed, arrays)
+        made, given = tuple(traced.made), tuple(jax.tree.leaves(arrays))
+        calls.append(Call((), "__call__", None, (), given, made, None, (None,) * len(made), (), traced=traced.jaxpr))
+    with following("rows that are kept apart"), suppress(Unlike):
+        numbering = numbering_inside(calls[:1], calls[1:], ranks)
+        return [*(lost.note for lost in not_apart(*calls, ranks, ())), *numbering]
+    return []
 
 
 _NOTHING = frozenset[Lost]()

@@ -184,7 +184,7 @@ def _like(leaf: Any, one: AbstractMesh, spec: PartitionSpec | None) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf
     sharding = None if spec is None else NamedSharding(one, spec)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=getattr(leaf, "weak_type", False))
 
 
 def _explain(error: Exception, meshes: Sequence[AbstractMesh]) -> None:

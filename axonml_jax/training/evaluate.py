@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from axonml_jax.base import LossFn, PyTree, is_array, named_leaves, path_name
+from axonml_jax.base import LossFn, PyTree, is_array, named_leaves, path_name, warn
 from axonml_jax.collectives.primitives import max_over, sum_over
 from axonml_jax.compat.canaries import require_types
 from axonml_jax.compat.jaxpr import trace
@@ -575,14 +575,25 @@ class Forward:
         training: bool | None,
         accept: Callable[[Any], None] | None = None,
         fun: Callable[..., PyTree] | None = None,
+        warns: bool = True,
     ):
-        """`fun`: `fun(model, *args, **kwargs)` in the place of the model's own call."""
+        """Builds it.
+
+        Args:
+          model: the model.
+          placement: how the plan places it.
+          mesh: the mesh.
+          training: see `Mode`.
+          accept: see above.
+          fun: `fun(model, *args, **kwargs)` in the place of the model's own call.
+          warns: whether code that may mix rows is named in a warning.
+        """
         self.model = model
         self.placement = placement
         self.rest = rest_of(placement)
         self.mesh = mesh
         self.fun, self.row_dims = fun or (lambda model, *args, **kwargs: model(*args, **kwargs)), None
-        self.mode = forward_mode(placement, training)
+        self.mode, self._warns = forward_mode(placement, training), warns
         options = {"static_argnames": "static", "compiler_options": compiler_options(placement, mesh)}
         self._compiled = Compiled(self._mapped, mesh, accept, reads=fun, **options)
         self._parameters = parameter_names(model.module(model.shapes))
@@ -611,6 +622,8 @@ class Forward:
         placement, specs = self.placement, self.rest.specs(variables)
         arrays = placement.batch_layout.opened(arrays)
         dims, inner, sizes = self._dims(variables, arrays, static)
+        if self._warns:
+            self._warn_of_mixing(arrays, static)
         self.row_dims = dims  # the same for any number of rows
 
         def local(variables, key, arrays):
@@ -797,6 +810,32 @@ class Forward:
         fixed = [(None,)] * (len(program.inputs) - len(given))
         return dict(zip(names, Following((group,)).program(program, [*fixed, *given]), strict=True))
 
+    def _warn_of_mixing(self, arrays: Arrays, static: tuple) -> None:
+        """Warns where the model's code may mix rows: here every rank has its own alone."""
+        ranks, averages = self.placement.ranks(self.placement.batch_layout.rows), self.model.synchronized()
+        normed = self.mode.training is not False and any(map(averages, named_leaves(self.model.shapes.state)))
+        sizes = {x.shape[0] for x in arrays.values() if x.ndim}
+        if ranks == 1 or normed or not self.mode.batch_norm_axes or not sizes or min(sizes) < ranks:
+            return  # what BatchNorm joins over ranks mixes rows as it is meant to
+        from axonml_jax.meaning.mixing import not_apart_in
+
+        ranks = 2 if min(sizes) == ranks and ranks % 2 == 0 else ranks  # of one row code may trace otherwise
+        part = lambda x: jax.ShapeDtypeStruct((x.shape[0] // ranks, *x.shape[1:]), x.dtype) if x.ndim else x
+        own = replace(self.mode, batch_norm_axes=())
+
+        def alone(fixed: tuple, given: list) -> list[Any]:
+            named = dict(zip(arrays, given, strict=True))
+            return jax.tree.leaves(self._call(*fixed, named, static, own, alone=True)[0])
+
+        whole = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays.values()]
+        if found := not_apart_in(alone, (self.model.shapes, jax.random.key(0)), whole, list(map(part, whole)), ranks):
+            warn(
+                "the model's code mixes rows of the batch, or is not known to keep them apart: "
+                f"{'; '.join(found[:5])}. Every rank has its own rows alone in this call, which may be something else than on "
+                "one device: call model.module(x), whose rows are not divided, or mix rows in the loss function, which has the "
+                "whole batch"
+            )
+
     def _outputs(self, variables: Variables, arrays: Arrays, static: tuple, layout: BatchLayout) -> PyTree:
         """The shapes of one rank's outputs for a batch that is split by `layout`."""
         along = {axis for axis, _ in layout.positions}
@@ -904,8 +943,9 @@ class Predict:
         mesh: Mesh,
         fun: Callable[[Any, PyTree], PyTree],
         accept: Callable[[Any], None] | None = None,
+        warns: bool = False,
     ):
-        self.placement, self._forward = placement, Forward(model, placement, mesh, False, accept, fun)
+        self.placement, self._forward = placement, Forward(model, placement, mesh, False, accept, fun, warns)
         self._key = place(jax.random.key(0), PartitionSpec(), mesh)
 
     def __call__(self, variables: Variables, batch: PyTree) -> PyTree:

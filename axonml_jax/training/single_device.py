@@ -13,6 +13,7 @@ from flax import nnx
 from axonml_jax.base import LossFn, PyTree, named_leaves, some_of
 from axonml_jax.collectives.primitives import JOINS
 from axonml_jax.compat.jaxpr import trace
+from axonml_jax.compat.order import meshes_around, refuses_placement
 from axonml_jax.layers.float8 import reading_float8
 from axonml_jax.model.loss import Loss, parse_loss, per_weight
 from axonml_jax.model.view import Functional, Mode, Variables
@@ -103,7 +104,7 @@ def plainly(
 def called_on(
     model: Functional, loss_fn: LossFn, mode: Mode, variables: Variables, key: jax.Array, batch: PyTree
 ) -> tuple[Loss, PyTree]:
-    """The loss, and the model's state after it."""
+    """The loss, and the model's state after it; where code places arrays over the user's axes, on a mesh of one device."""
 
     def called(variables: Variables, key: jax.Array, batch: PyTree) -> tuple[Loss, PyTree]:
         bound = model.bind(variables, key, mode)
@@ -111,7 +112,15 @@ def called_on(
 
     cast = mode.precision.cast_compute
     read = Variables(cast(variables.params), cast(variables.frozen), variables.state)
-    return reading_float8(called, mode.precision, read, key, batch)
+    fun = partial(reading_float8, called, mode.precision)
+    try:
+        return fun(read, key, batch)
+    except Exception as error:
+        if not refuses_placement(error):
+            raise
+    from axonml_jax.parallel.users_mesh import reading_placed
+
+    return reading_placed(fun, model, meshes_around(), frozenset(), False, read, key, batch)
 
 
 @dataclass(frozen=True)
@@ -215,7 +224,7 @@ def _unlike(got: PyTree, wanted: PyTree, low_precision: bool) -> set[str]:
 
 def draws(model: Functional, loss_fn: LossFn, mode: Mode, variables: Variables, key: jax.Array, batch: PyTree) -> bool:
     """Whether a loss depends on random numbers that the model draws."""
-    return bool(drawn(lambda key: parse_loss(loss_fn(model.bind(variables, key, mode), batch)), key))
+    return bool(drawn(lambda key: called_on(model, loss_fn, mode, variables, key, batch)[0], key))
 
 
 def drawn(fun: Callable[[jax.Array], PyTree], key: jax.Array) -> set[str]:
@@ -233,8 +242,8 @@ def drawn(fun: Callable[[jax.Array], PyTree], key: jax.Array) -> set[str]:
 
 
 MIXED = (
-    "a difference mostly comes from code inside the model that mixes rows, such as a sort along them: the model is called "
-    "with a rank's rows"
+    "a difference mostly comes from code inside the model that mixes rows, such as a router of experts with capacities: the "
+    "model is called with a rank's rows"
 )
 
 OWN_STATE = (
