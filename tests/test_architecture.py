@@ -263,7 +263,7 @@ def test_no_file_is_named_after_nothing():
 CEILINGS = {
     "files with more than five lines of code": 204,
     "lines of code": 59_800,
-    "arrows between files": 1_446,
+    "arrows between files": 1_448,
     "methods of the widest class": 29,
     "modules that `ax.DDP` imports": 46,
     "calls of trainer(), DDP": 1_258,
@@ -284,7 +284,8 @@ positions and numbers of rows in one more, and sixty refusals of a reading of th
 to 1,500 lines and a dozen ideas: they are eight rooms of 130 to 550 lines, and its executor is a folder of its own; the loop
 of `train` stands beside what sets a run up. Derivatives of a user's own are read in one more. State that moves once a step,
 that two sweeps change, and largest values in microbatches are 300 lines and an arrow in the rooms that there were; lookups of
-rows' own entries are told in one more. What a model's code is not known to keep apart is told in 180 lines, in calls too."""
+rows' own entries are told in one more. What a model's code is not known to keep apart is told in 180 lines, in calls too; a
+check reads the user's mesh."""
 
 
 @pytest.mark.slow  # the same on both ends

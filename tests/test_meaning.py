@@ -24,6 +24,7 @@ from axonml_jax.meaning.places import SUM, Group, Split, local_shape, reshaped
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.program.program import read_program
+from axonml_jax.testing.equality import assert_trees_close
 from axonml_jax.training.objective import Objective
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "truth"))
@@ -994,3 +995,41 @@ def test_an_object_that_refers_to_the_model_is_read_as_on_one_device():
     x = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
     trainer = ax.DDP(RefersToItsModel(nnx.Rngs(0)), mesh_of({"data": 2})).trainer(optax.sgd(0.1), loss)
     np.testing.assert_allclose(trainer.step(x)["loss"], loss(RefersToItsModel(nnx.Rngs(0)), x), rtol=1e-6)
+
+
+class Gridded(nnx.Module):
+    """Reads the sides of a grid, as vision models with images of any shape do; and takes rows one by one, in a list."""
+
+    def __init__(self):
+        self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0), param_dtype=jnp.float64)
+
+    def __call__(self, x, grid):
+        height, width = int(grid[0]), int(grid[1])
+        return self.linear(x.reshape(len(x), height, width, 4)).mean((1, 2))
+
+    def listed(self, rows, scales):
+        made = jnp.tanh(self.linear(jnp.stack(rows).mean(1))) * scales[:, None]
+        return [made[i] for i in range(len(rows))]
+
+
+GIVEN = {
+    "numbers of NumPy": lambda model, x: jnp.sqrt(jnp.square(model(x, np.array([2, 3]))).mean()),
+    "numbers of NumPy by a shape": lambda model, x: jnp.square(model(x, np.array([2, x.shape[1] // 2]))).mean(),
+    "rows in a list": lambda model, x: jnp.square(jnp.stack(model.listed(list(x), x[:, 0, 0]))).mean(),
+}
+
+
+@pytest.mark.parametrize("plan", ["ddp", "accumulate"])
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_model_is_given_what_its_code_reads_on_the_host(name, plan):
+    x, loss, model = np.random.default_rng(0).normal(size=(8, 6, 4)), GIVEN[name], Gridded()
+    degrees, chosen = {"ddp": ({"data": 4}, ax.Plan()), "accumulate": ({"data": 2}, ax.Plan(accumulate=2))}[plan]
+    parallel = ax.parallelize(Gridded(), mesh_of(degrees), chosen)
+    if name == "rows in a list" and plan == "accumulate":
+        with pytest.raises(ValueError, match=r"for a microbatch's rows alone(.|\n)*accumulate=1"):
+            parallel.value_and_grad(loss)(x)
+        return
+    value, grads = parallel.value_and_grad(loss)(x)
+    wanted, by_hand = nnx.value_and_grad(loss)(model, jnp.asarray(x))
+    np.testing.assert_allclose(value, wanted, rtol=1e-9)
+    assert_trees_close(grads, nnx.to_pure_dict(by_hand), "gradients")

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from axonml_jax.base import is_array, named_leaves
@@ -73,6 +74,9 @@ class Call:
     def alike(self, other: "Call") -> bool:
         """Whether another call is the same, perhaps at other shapes."""
         count = lambda call: (len(call.given), len(call.made))
+        hosts = [[x for x in call.rest if _on_host(x)] for call in (self, other)]
+        if len(hosts[0]) != len(hosts[1]) or not all(map(np.array_equal, *hosts)):
+            return False
         same = (self.path, self.method, self.treedef) == (other.path, other.method, other.treedef)
         same = same and self.changed == other.changed and len(self.set) == len(other.set)
         return same and count(self) == count(other) and all(map(Attribute.same, self.set, other.set))
@@ -182,15 +186,35 @@ class Calls:
         )
 
     def note(self, bound: Any, path: Path, method: str, args: tuple, kwargs: dict) -> Any:
-        """Notes a call, and returns stand-ins for its results."""
-        there = variables_of(bound)
-        if self._changed(there):
+        """Notes a call, and returns stand-ins for its results.
+
+        NumPy's arrays are passed as they are where the model's code must know what they hold.
+        """
+        if self._changed(variables_of(bound)):
             raise Transformed("changes the model's variables before it calls the model")
-        attributes = self._set_by_loss()
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        arrays = [jnp.asarray(x) for x in leaves if is_array(x)]
-        rest = tuple(None if is_array(x) else x for x in leaves)
-        seen: dict[str, Any] = {}
+        about = (bound, path, method, leaves, treedef, self._set_by_loss())
+        try:
+            return self._noted(*about, is_array)
+        except MUST_KNOW:
+            if not any(map(_on_host, leaves)):
+                raise
+            return self._noted(*about, lambda x: is_array(x) and not _on_host(x))
+
+    def _noted(
+        self,
+        bound: Any,
+        path: Path,
+        method: str,
+        leaves: Sequence[Any],
+        treedef: Any,
+        attributes: tuple[Attribute, ...],
+        traces: Callable[[Any], bool],
+    ) -> Any:
+        """Notes a call; `traces` says of which leaves of its arguments shapes alone are known."""
+        there, seen = variables_of(bound), dict[str, Any]()
+        arrays = [jnp.asarray(x) for x in leaves if traces(x)]
+        rest = tuple(None if traces(x) else x for x in leaves)
         within = isinstance(bound, BoundLinen) and bound.is_within
 
         def fun(variables: Variables, key: jax.Array, arrays: list) -> list:
@@ -234,6 +258,18 @@ class Calls:
     def unknown(self, module: Any, name: str) -> bool:
         """Whether a call has set this attribute to a value that only the real model has."""
         return (id(module), name) in self._unknown
+
+
+MUST_KNOW = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+"""Errors of code that reads what an array holds, of which only the shape is known."""
+
+
+def _on_host(x: Any) -> bool:
+    return isinstance(x, (np.ndarray, np.generic))
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -458,6 +494,7 @@ class RealCalls:
         known = all(each is not None and _alike(whole, each) for each in local)
         self.bound, self.whole, self.groups = bound, whole, tuple(groups)
         self.local = [each for each in local if each is not None] if known else None
+        self._one_by_one = any(each is not None and _counts_differ(whole, each) for each in local)
 
     def __call__(self, run: Any, equation: Equation, given: Sequence[Value]) -> list[Value]:
         """Makes a call on this rank's part of its operands."""
@@ -519,7 +556,7 @@ class RealCalls:
         """The places in which a call takes its operands: those that the trace at a rank's shapes shows.
 
         Raises:
-          Unclear: where there is none, and an operand that is whole may have rows all the same.
+          Unclear: where there is none, and an operand that is whole may have rows all the same, or rows are given one by one.
         """
         call = self.whole[number]
         if self.local is not None:
@@ -530,6 +567,8 @@ class RealCalls:
                 tuple(of_group(a, each, group) for each, group in zip(own, self.groups, strict=True))
                 for a, own in pairs
             ]
+        if self._one_by_one:
+            raise Unclear
         for k in range(len(self.groups)):
             there = [each[k] for each in given]
             sizes = split_sizes([aval.shape for aval in call.given], there)
@@ -609,6 +648,11 @@ def _in_order(aval: Any, place: Split | None, followed: Place, group: Group) -> 
 
 def _alike(whole: Sequence[Call], local: Sequence[Call]) -> bool:
     return len(local) == len(whole) and all(a.alike(b) for a, b in zip(whole, local, strict=True))
+
+
+def _counts_differ(whole: Sequence[Call], local: Sequence[Call]) -> bool:
+    """Whether a call is given another number of arrays at a rank's shapes, as one of a list of rows is."""
+    return any(len(a.given) != len(b.given) for a, b in zip(whole, local, strict=False))
 
 
 def no_mean(aval: Any) -> jax.Array:
