@@ -222,10 +222,11 @@ class Operation:
       name: the primitive's; of a collective over dims (`jax.vmap` makes them of one over its own axis) that of the reduction.
       operands: the variables and literals that it reads.
       results: the variables that it defines.
+      call_around: the call that it was taken out of.
     """
 
     def __init__(self, eqn: Any, call: "Operation | None" = None):
-        self.eqn, self._taken_from = eqn, call
+        self.eqn, self.call_around = eqn, call
         name = eqn.primitive.name
         self.name: str = name if name not in _OVER_DIMS else _over_dims(eqn)
         self.operands: Sequence[Any] = eqn.invars
@@ -404,7 +405,7 @@ class Operation:
     def scopes(self) -> Any:
         """Its name scopes, those of the calls around it first; prints as a path."""
         own = self.eqn.source_info.name_stack
-        return own if self._taken_from is None else self._taken_from.scopes + own
+        return own if self.call_around is None else self.call_around.scopes + own
 
     @property
     def traceback(self) -> Any:
@@ -420,15 +421,22 @@ class Operation:
     @property
     def line(self) -> str:
         """The user's line that it comes from, or the call that it was taken out of; "" where JAX does not say."""
-        found = re.fullmatch(r"(.*?):(\d+)(?::\d+)? \((.*)\)", source_info_util.summarize(self.eqn.source_info))
-        if found:
-            return f"line {found[2]} of {PurePath(found[1]).name}, {found[3]}"
-        return "" if self._taken_from is None else self._taken_from.line
+        path, line, function = _place_of(self)
+        return f"line {line} of {PurePath(path).name}, {function}" if path else ""
+
+
+def _place_of(op: Operation) -> tuple[str, str, str]:
+    """The file, line and function of the user's line that an operation, or the call around it, comes from; "" where unknown."""
+    found = re.fullmatch(r"(.*?):(\d+)(?::\d+)? \((.*)\)", source_info_util.summarize(op.eqn.source_info))
+    if found is not None:
+        return found[1], found[2], found[3]
+    call = op.call_around
+    return ("", "", "") if call is None else _place_of(call)
 
 
 def is_ours(op: Operation) -> bool:
     """Whether an operation is written in this library."""
-    return source_info_util.summarize(op.eqn.source_info).startswith(_NOT_THE_USERS[1])
+    return _place_of(op)[0].startswith(_NOT_THE_USERS[1])
 
 
 def function_of(op: Operation) -> str:

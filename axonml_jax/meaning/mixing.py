@@ -458,7 +458,7 @@ def _by_numbers(op: Operation, places: Sequence[Place]) -> Step | None:
         return Step(wanted, (first._replace(outer=first.outer * op.options["reps"][first.dim]),))
     if op.name == "pad" and isinstance(places[0], Split):
         return Step(wanted, (first._replace(outer=_SOME),))
-    if op.name in ("slice", "split") and sizes != [op.given[0].shape[first.dim]]:
+    if op.name in ("slice", "split") and any(size != op.given[0].shape[first.dim] for size in sizes):
         rows = op.given[0].shape[first.dim] // first.outer
         start, stride = _taken(op, first.dim)
         if stride > 1:
