@@ -324,7 +324,7 @@ def not_apart_in(fun: Callable[..., list], fixed: Any, whole: list, local: list,
         calls.append(Call((), "__call__", None, (), given, made, None, (None,) * len(made), (), traced=traced.jaxpr))
     with following("rows that are kept apart"), suppress(Unlike):
         numbering = numbering_inside(calls[:1], calls[1:], ranks)
-        return [*(lost.note for lost in not_apart(*calls, ranks, ())), *numbering]
+        return [*(lost.note for lost in not_apart(calls[0], calls[1], ranks, ())), *numbering]
     return []
 
 
@@ -423,12 +423,12 @@ def _has_split(places: Sequence[Place]) -> bool:
 
 def _beside(op: Operation, places: Sequence[Place]) -> Step:
     """The step of a kernel: its results have rows in the dim in which its operands do, where they have that size."""
-    k = next((k for k, place in enumerate(places) if isinstance(place, Split)), None)
-    if k is None:
-        return Step((None,) * len(op.given), (None,) * len(op.made))
-    dim, size = places[k].dim, op.given[k].shape[places[k].dim]
-    sized = [aval.shape[dim : dim + 1] == (size,) for aval in op.made]
-    return Step(tuple(places), tuple(places[k] if each else None for each in sized))
+    for aval, place in zip(op.given, places, strict=True):
+        if isinstance(place, Split):
+            rows = slice(place.dim, place.dim + 1)
+            sized = [made.shape[rows] == aval.shape[rows] for made in op.made]
+            return Step(tuple(places), tuple(place if each else None for each in sized))
+    return Step((None,) * len(op.given), (None,) * len(op.made))
 
 
 def _solves_apart(op: Operation, places: Sequence[Place]) -> bool:
@@ -446,10 +446,10 @@ def _by_numbers(op: Operation, places: Sequence[Place]) -> Step | None:
 
     Each entry of its results is still made of one row; in which order is seen by the walk of their numbers.
     """
-    first = next((place for place in places if isinstance(place, Split)), None)
-    data = (0,) if op.name == "pad" else range(len(places))
-    if first is None or any(isinstance(places[k], Split) and places[k].dim != first.dim for k in data):
+    splits = [place for place in places if isinstance(place, Split)]
+    if not splits or any(place.dim != splits[0].dim for place in splits):
         return None
+    first = splits[0]
     wanted, sizes = tuple(places), [aval.shape[first.dim] for aval in op.made]
     if op.name == "concatenate" and op.options["dimension"] == first.dim:
         alike = first.outer == 1 and all(places) and len({aval.shape for aval in op.given}) == 1

@@ -825,7 +825,8 @@ class Forward:
 
         def alone(fixed: tuple, given: list) -> list[Any]:
             named = dict(zip(arrays, given, strict=True))
-            return jax.tree.leaves(self._call(*fixed, named, static, own, alone=True)[0])
+            variables, key = fixed
+            return jax.tree.leaves(self._call(variables, key, named, static, own, alone=True)[0])
 
         whole = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays.values()]
         if found := not_apart_in(alone, (self.model.shapes, jax.random.key(0)), whole, list(map(part, whole)), ranks):
