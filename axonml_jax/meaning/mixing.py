@@ -456,7 +456,11 @@ def _by_numbers(op: Operation, places: Sequence[Place]) -> Step | None:
         return Step(wanted, (first._replace(outer=len(places) if alike else _SOME),))
     if op.name == "tile" and op.options["reps"][first.dim] > 1:
         return Step(wanted, (first._replace(outer=first.outer * op.options["reps"][first.dim]),))
-    if op.name == "pad" and isinstance(places[0], Split):
+    if (
+        op.name == "pad"
+        and isinstance(places[0], Split)
+        and tuple(op.options["padding_config"][first.dim]) != (0, 0, 0)
+    ):
         return Step(wanted, (first._replace(outer=_SOME),))
     if op.name in ("slice", "split") and any(size != op.given[0].shape[first.dim] for size in sizes):
         rows = op.given[0].shape[first.dim] // first.outer
@@ -476,9 +480,9 @@ def _taken(op: Operation, dim: int) -> tuple[int, int]:
 
 
 def _aligned(op: Operation, places: Sequence[Place]) -> Sequence[Place]:
-    """The places of operands of an elementwise operation, whose rows are in orders of their own where one has taken some."""
+    """The places of operands that are put side by side, whose rows are in orders of their own where one has taken some."""
     outer = {place.outer for place in places if isinstance(place, Split)}
-    if _SOME not in outer or len(outer) == 1 or not is_elementwise(op.name):
+    if _SOME not in outer or len(outer) == 1 or not (is_elementwise(op.name) or op.name == "concatenate"):
         return places
     return [place._replace(outer=_SOME) if isinstance(place, Split) else place for place in places]
 
@@ -493,7 +497,8 @@ def _certain(op: Operation, places: Sequence[Place], moved: Sequence[int]) -> li
         mixes = all(floats) if moved else any(floats) and not all(map(_has_split, [[at] for at in places]))
     else:
         keys = range(op.options["num_keys"]) if op.name == "sort" else moved
-        mixes = op.name in _MIXES and bool(moved) and all(floats[k] for k in keys)
+        meets = op.name in _MIXES or is_elementwise(op.name)  # an elementwise one of rows and rows along other dims
+        mixes = meets and bool(moved) and all(floats[k] for k in keys)
     return [mixes and _is_float(aval) for aval in op.made]
 
 
