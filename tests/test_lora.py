@@ -406,6 +406,7 @@ class Readings(nnx.Module):
         return jax.lax.scan(lambda x, own: (jnp.tanh(x @ own @ w), None), x, stack)[0]
 
 
+@pytest.mark.filterwarnings("ignore:it is not known whether the model's code keeps rows:UserWarning")  # of ragged_dot
 @pytest.mark.parametrize("base", [None, "int8"])
 def test_a_matrix_is_read_with_its_adapters_however_it_is_read(base):
     given = ax.lora(Readings(), rank=2, alpha=3, targets=["w$", "stack"], stacked="stack", base=base)

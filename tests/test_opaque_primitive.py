@@ -61,6 +61,9 @@ PLANS = {
 }
 
 
+@pytest.mark.filterwarnings(
+    "ignore:it is not known whether the model's code keeps rows:UserWarning"
+)  # nothing is known of it
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_primitive_without_a_rule_trains_as_on_one_device(plan):
     assert rule_of(reversed_rows.name).kind == "opaque"

@@ -79,6 +79,7 @@ OPERATIONS = {
     "sort": (lambda x, y: lax.sort((x, y), dimension=1), X, -X),
     "split": (lambda x: lax.split(x, (2, 4), axis=1), X),
     "squeeze": (lambda x: lax.squeeze(x, (1,)), arange(4, 1, 8)),
+    "tile": (lambda x: jnp.tile(x, (1, 3, 1)), X),
     "transpose": (lambda x: lax.transpose(x, (2, 0, 1)), X),
     "unstack": (lambda x: [*x], arange(2, 4, 6)),
     **{name: (along(name), X) for name in ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")},
