@@ -94,6 +94,9 @@ NUMBERED = {
     "recomputed": jax.checkpoint(lambda h: jnp.tanh(h * len(h))),
     "permuted": lambda h: h[np.random.default_rng(0).permutation(len(h))],
     "looked up": lambda h: h - jnp.take(h, jnp.array([0]), axis=0),
+    "the row before, in Python": lambda h: jnp.concatenate(
+        [h[:1], *(h[i : i + 1] - h[i - 1 : i] for i in range(1, len(h)))]
+    ),
     "in Python": lambda h: jnp.stack([h[i] - h[i - 1] for i in range(len(h))]),
 }
 APART = {
@@ -127,6 +130,7 @@ UNKNOWN = {
     "counts of experts": lambda h: counted(h),
     "capacities of experts": lambda h: within_capacity(h),
     "chunks in a loop": lambda h: chunks_in_a_loop(h),
+    "backwards, in Python": lambda h: jnp.concatenate([h[i : i + 1] for i in reversed(range(len(h)))]),
     "ordered by a feature": lambda h: h[jnp.argsort(h[:, 0])],
     "the row of the largest": lambda h: h - h[jnp.argmax(h[:, 0])],
     "sums of groups": lambda h: jax.ops.segment_sum(h, jnp.arange(len(h)) % 3, 3)[jnp.arange(len(h)) % 3],
@@ -478,7 +482,28 @@ def test_a_call_and_a_prediction_name_what_may_mix_rows(kind):
         parallel(x)
     with pytest.warns(UserWarning, match=said):
         trainer.predict([x])
+    with pytest.warns(UserWarning, match=said):
+        trainer.predict([x], lambda model, x: {"twice": 2 * model(x)})
     np.testing.assert_allclose(parallel.module(x), Net(mixes)(x), rtol=1e-9)
+
+
+def test_predictions_by_a_function_that_mixes_rows_itself_are_named():
+    trainer = ax.parallelize(Net(jnp.tanh), mesh_of(data=4), ax.Plan()).trainer(optax.sgd(0.1), mean)
+    with pytest.warns(
+        UserWarning, match="mixes rows of the batch, or is not known to keep them apart: reduce_sum .line"
+    ):
+        trainer.predict([BATCH["x"]], lambda model, x: model(x) - model(x).mean(0))
+
+
+def row_by_row(model, batch):
+    errors = [(model(batch["x"][i : i + 1]) - batch["y"][i : i + 1]) ** 2 for i in range(len(batch["x"]))]
+    return jnp.concatenate(errors).mean()
+
+
+def test_a_loss_that_calls_the_model_row_by_row_is_no_error_of_the_library():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*error of axonml_jax")
+        assert_equals_single_device(Net(jnp.tanh), row_by_row, BATCH, ax.Plan(), mesh=mesh_of(data=4), steps=2)
 
 
 @pytest.mark.parametrize("kind", [*APART, "batch norm", "rows of a rank"])

@@ -798,7 +798,7 @@ class Trainer(Generic[M]):
 
             variables, given = self.model.values, (self.model._functional, self._placement, self.model.mesh)
             fun = predict_fn or _of_arrays
-            build = lambda: Predict(*given, fun, self.model._accept, warns=predict_fn is None)
+            build = lambda: Predict(*given, fun, self.model._accept)
             program = self._predictions.program(fun, (), build)
             return joined_rows([program(variables, batch) for batch in _walked(self, "predict", batches)])
 

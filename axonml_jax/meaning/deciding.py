@@ -20,7 +20,7 @@ from axonml_jax.compat.row_keys import KNOWN, Drawn, draws, is_row_key, rows_of
 from axonml_jax.meaning.asked import Asked, Traced, WholeAlone, calls_alone, following
 from axonml_jax.meaning.following import Following
 from axonml_jax.meaning.microbatches import Division, Mixing, divided
-from axonml_jax.meaning.mixing import Lost, Unlike, mixing_inside, not_apart, numbering_inside
+from axonml_jax.meaning.mixing import Lost, Numbering, mixing_inside, not_apart, numbering_inside
 from axonml_jax.meaning.model_call import Call, RealCalls, calls_model, no_share
 from axonml_jax.meaning.places import Group, Places
 from axonml_jax.meaning.plain_mean import is_plain_mean, talks
@@ -249,7 +249,8 @@ def _mixes(asked: Asked, traced: TracedAt, inlines: bool) -> bool:
 
     Code that reads how many rows there are, or which, counts as such.
     """
-    lost, numbering = _lost(asked, traced), _numbering(asked, traced)
+    numbering = _numbering(asked, traced)
+    lost, numbering = numbering.unseen(_lost(asked, traced)), numbering.found
     mixing = [*mixing_inside(asked, traced(asked.everywhere)), *(each.note for each in lost if each.mixes)]
     bent = _own_gradients(asked, traced)
     said = [f"mixes rows of the batch: {'; '.join(list(dict.fromkeys(mixing))[:5])}"] if mixing else []
@@ -278,18 +279,21 @@ def _mixes(asked: Asked, traced: TracedAt, inlines: bool) -> bool:
 def _lost(asked: Asked, traced: TracedAt) -> list[Lost]:
     """Where the model's own code is not known to keep rows apart; none where its traces do not say."""
     for whole, own, count in _pairs(asked, traced):
-        with following("rows that are kept apart"), suppress(Unlike):
+        with following("rows that are kept apart"):
             pairs = zip(whole, own, strict=True)
             return sorted({lost for a, b in pairs for lost in not_apart(a, b, count, asked.typed_axes)})
     return []
 
 
-def _numbering(asked: Asked, traced: TracedAt) -> list[str]:
-    """Where the model's own code reads the number of rows, or their numbers; none where its traces do not say."""
+def _numbering(asked: Asked, traced: TracedAt) -> Numbering:
+    """Where the model's own code reads the number of rows, or their numbers, at a rank's part or at half the batch."""
+    found = Numbering([], known=False)
     for whole, own, count in _pairs(asked, traced):
-        with following("rows by their numbers"), suppress(Unlike):
-            return numbering_inside(whole, own, count, asked.model.state_joins())
-    return []
+        with following("rows by their numbers"):
+            found = numbering_inside(whole, own, count, asked.model.state_joins())
+            if found.known:
+                break
+    return found
 
 
 def _own_gradients(asked: Asked, traced: TracedAt) -> list[str]:
@@ -313,10 +317,11 @@ def _pairs(asked: Asked, traced: TracedAt) -> Iterator[tuple[list[Call], list[Ca
         if part is None:
             continue
         try:
-            pair = traced(()).noted, (traced if part is asked else part.traced)((number,)).noted, count
+            whole, own = traced(()).noted, (traced if part is asked else part.traced)((number,)).noted
         except Exception:
             return  # the user's code takes only some shapes
-        yield pair
+        if len(whole) == len(own):  # a loss that calls the model row by row makes more calls of more rows
+            yield whole, own, count
 
 
 def _makes_numbers(asked: Asked, whole: Traced, local: Traced) -> bool:

@@ -267,10 +267,12 @@ class Lost(NamedTuple):
     Attributes:
       note: the operation, with the user's line.
       mixes: whether it is certain that rows are mixed in it.
+      numbered: whether it takes rows by their numbers, so that only those numbers tell what it mixes.
     """
 
     note: str
     mixes: bool
+    numbered: bool = False
 
 
 _BETWEEN = """
@@ -322,9 +324,9 @@ def not_apart_in(fun: Callable[..., list], fixed: Any, whole: list, local: list,
         traced = trace(fun, fixed, arrays)
         made, given = tuple(traced.made), tuple(jax.tree.leaves(arrays))
         calls.append(Call((), "__call__", None, (), given, made, None, (None,) * len(made), (), traced=traced.jaxpr))
-    with following("rows that are kept apart"), suppress(Unlike):
-        numbering = numbering_inside(calls[:1], calls[1:], ranks)
-        return [*(lost.note for lost in not_apart(calls[0], calls[1], ranks, ())), *numbering]
+    with following("rows that are kept apart"):
+        lost, numbering = not_apart(calls[0], calls[1], ranks, ()), numbering_inside(calls[:1], calls[1:], ranks)
+        return list(dict.fromkeys([*(each.note for each in numbering.unseen(lost)), *numbering.found]))
     return []
 
 
@@ -374,8 +376,10 @@ class _Apart(Following):
             step = _beside(op, places)
         elif op.name == "reshape":
             [step] = step_of(op, given, self._real)
-        elif op.name in ("concatenate", "pad", "slice", "split", "tile"):
-            step = _by_numbers(op, places) or step
+        elif (taken := _by_numbers(op, places)) is not None:
+            step = taken
+            if any(isinstance(place, Split) and place.outer == _SOME for place in step.made):
+                self._note([False] * len(op.made), numbered=True)
         moved = [k for k, place in enumerate(places) if isinstance(place, Split) and place != step.wanted[k]]
         if moved or (_has_split(places) and not all(map(_has_split, [[place] for place in step.made]))):
             self._note(_certain(op, places, moved))
@@ -399,11 +403,11 @@ class _Apart(Following):
             return carry, stacks
         return [], [(Split(0),)] * len(stacks)
 
-    def _note(self, mixes: Sequence[bool]) -> None:
+    def _note(self, mixes: Sequence[bool], *, numbered: bool = False) -> None:
         equation = self._at[-1]
         if not is_ours(equation.op):
             note = f"{equation.name} ({equation.op.line or 'no line known'})"
-            self.lost[equation] = [Lost(note, each) for each in mixes]
+            self.lost[equation] = [Lost(note, each, numbered) for each in mixes]
 
     def facts(self, equation: Equation, operands: list[frozenset[Lost]]) -> list[frozenset[Lost]]:
         """What the results of an equation depend on that has lost rows, from what its operands do."""
@@ -448,6 +452,8 @@ def _by_numbers(op: Operation, places: Sequence[Place]) -> Step | None:
     """
     splits = [place for place in places if isinstance(place, Split)]
     if not splits or any(place.dim != splits[0].dim for place in splits):
+        return None
+    if op.name not in ("concatenate", "pad", "slice", "split", "tile"):
         return None
     first = splits[0]
     wanted, sizes = tuple(places), [aval.shape[first.dim] for aval in op.made]
@@ -543,20 +549,39 @@ _LINEAR = frozenset(_LINES.split())
 _GROUP = (Group((), 1),)
 
 
+class Numbering(NamedTuple):
+    """Where a model's own code reads the number of rows, or their numbers.
+
+    Attributes:
+      found: the operations, with the user's lines.
+      known: whether it is known in which order all rows are that the calls return.
+    """
+
+    found: list[str]
+    known: bool
+
+    def unseen(self, lost: Sequence[Lost]) -> list[Lost]:
+        """Of what has lost rows that which is not seen here: rows taken by their numbers are, where these are known."""
+        return [each for each in lost if not (each.numbered and self.known)]
+
+
 def numbering_inside(
     whole: Sequence[Call], local: Sequence[Call], ranks: int, joined: Container[str] = ()
-) -> list[str]:
-    """The operations in which a model's own code reads the number of rows, or their numbers, with the user's lines.
+) -> Numbering:
+    """Where a model's own code reads the number of rows, or their numbers; nothing is known where its traces are unlike.
 
     Args:
       whole, local: the model's calls, noted at the whole batch's shapes and at a rank's.
       ranks: the number of ranks.
       joined: the names of state of which it is said how ranks join it.
-
-    Raises:
-      Unlike: where both do not do the same.
     """
-    found: list[str] = []
+    with suppress(Unlike):
+        return _numbering_of(whole, local, ranks, joined)
+    return Numbering([], known=False)
+
+
+def _numbering_of(whole: Sequence[Call], local: Sequence[Call], ranks: int, joined: Container[str]) -> Numbering:
+    found, known = list[str](), True
     for of_all, of_rank in zip(whole, local, strict=True):
         if not of_all.alike(of_rank):
             raise Unlike
@@ -568,12 +593,13 @@ def numbering_inside(
         for state, aval in zip(made[:returned], of_all.made[:returned], strict=True):
             if state.kind == "rows" and _is_float(aval) and (state.scaled or state.order is not None):
                 walk.found.append(state.note)
+        known &= OTHER not in made[:returned]
         changed = ["/".join(map(str, path)) for path in of_all.changed]
         for name, state in zip(changed, made[returned:], strict=False):
             if name not in joined and (state.kind == "kept" or state.order is not None):
                 walk.found.append(state.note)
         found += walk.found
-    return list(dict.fromkeys(found))
+    return Numbering(list(dict.fromkeys(found)), known)
 
 
 def of_size(whole: Program, local: Program, given: Sequence[Any], own: Sequence[Any], ranks: int) -> list[bool]:

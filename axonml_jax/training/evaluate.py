@@ -575,7 +575,6 @@ class Forward:
         training: bool | None,
         accept: Callable[[Any], None] | None = None,
         fun: Callable[..., PyTree] | None = None,
-        warns: bool = True,
     ):
         """Builds it.
 
@@ -586,14 +585,13 @@ class Forward:
           training: see `Mode`.
           accept: see above.
           fun: `fun(model, *args, **kwargs)` in the place of the model's own call.
-          warns: whether code that may mix rows is named in a warning.
         """
         self.model = model
         self.placement = placement
         self.rest = rest_of(placement)
         self.mesh = mesh
         self.fun, self.row_dims = fun or (lambda model, *args, **kwargs: model(*args, **kwargs)), None
-        self.mode, self._warns = forward_mode(placement, training), warns
+        self.mode = forward_mode(placement, training)
         options = {"static_argnames": "static", "compiler_options": compiler_options(placement, mesh)}
         self._compiled = Compiled(self._mapped, mesh, accept, reads=fun, **options)
         self._parameters = parameter_names(model.module(model.shapes))
@@ -622,8 +620,7 @@ class Forward:
         placement, specs = self.placement, self.rest.specs(variables)
         arrays = placement.batch_layout.opened(arrays)
         dims, inner, sizes = self._dims(variables, arrays, static)
-        if self._warns:
-            self._warn_of_mixing(arrays, static)
+        self._warn_of_mixing(arrays, static)
         self.row_dims = dims  # the same for any number of rows
 
         def local(variables, key, arrays):
@@ -831,7 +828,7 @@ class Forward:
         whole = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays.values()]
         if found := not_apart_in(alone, (self.model.shapes, jax.random.key(0)), whole, list(map(part, whole)), ranks):
             warn(
-                "the model's code mixes rows of the batch, or is not known to keep them apart: "
+                "the code of this call mixes rows of the batch, or is not known to keep them apart: "
                 f"{'; '.join(found[:5])}. Every rank has its own rows alone in this call, which may be something else than on "
                 "one device: call model.module(x), whose rows are not divided, or mix rows in the loss function, which has the "
                 "whole batch"
@@ -944,9 +941,8 @@ class Predict:
         mesh: Mesh,
         fun: Callable[[Any, PyTree], PyTree],
         accept: Callable[[Any], None] | None = None,
-        warns: bool = False,
     ):
-        self.placement, self._forward = placement, Forward(model, placement, mesh, False, accept, fun, warns)
+        self.placement, self._forward = placement, Forward(model, placement, mesh, False, accept, fun)
         self._key = place(jax.random.key(0), PartitionSpec(), mesh)
 
     def __call__(self, variables: Variables, batch: PyTree) -> PyTree:
