@@ -28,10 +28,11 @@ from axonml_jax.testing.equality import assert_trees_close
 from axonml_jax.training.objective import Objective
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks" / "truth"))
+from drawn_losses import draw_loss
 from expert_models import Net as Experts
 from expert_models import batch_of as expert_batch
 from expert_models import grad_of
-from meaning import PLANS, cell, plain
+from meaning import LIMIT, PLANS, cell, plain
 from meaning_losses import CASES, Layered, Net, batch_of, nll, weight
 
 # Of all losses those in which the tests below were seen to fail when one rule was broken; the rest is slow.
@@ -995,6 +996,18 @@ def test_an_object_that_refers_to_the_model_is_read_as_on_one_device():
     x = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
     trainer = ax.DDP(RefersToItsModel(nnx.Rngs(0)), mesh_of({"data": 2})).trainer(optax.sgd(0.1), loss)
     np.testing.assert_allclose(trainer.step(x)["loss"], loss(RefersToItsModel(nnx.Rngs(0)), x), rtol=1e-6)
+
+
+DRAWN_PLANS = ("ddp", "fsdp, accumulate", "pipeline")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(6))
+def test_drawn_losses_are_those_of_one_device(number):
+    _, loss = draw_loss(number, 5)
+    options = {"linen": not number % 2, "check_vma": number > 2}
+    found = cell(loss, plain(loss, 32), 32, DRAWN_PLANS[number % 3], **options)
+    assert not isinstance(found, str) and found < LIMIT, (number, options, found)
 
 
 class Gridded(nnx.Module):
