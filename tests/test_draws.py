@@ -1,6 +1,7 @@
 """Random draws by the whole batch's rows (`ax.Plan(draws="rows")`): one device's masks under every plan."""
 
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from axonml_jax.compat.row_keys import row_key, times
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.parallel.plan import Partition
+from axonml_jax.testing.equality import assert_equals_single_device
 
 ROWS = 16
 RNG = np.random.default_rng(0)
@@ -435,7 +437,7 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_a_key_that_all_ranks_have_alike_draws_no_rows_inside_the_model(name):
+def test_a_key_that_all_ranks_have_alike_draws_rows_of_one_device_or_is_refused_in_microbatches(name):
     call, refused = GIVEN[name]
     batch = BATCH | {"key": jax.random.key(5)}
     loss = lambda m, b: optax.softmax_cross_entropy_with_integer_labels(call(m, b), b["y"]).mean()
@@ -443,9 +445,145 @@ def test_a_key_that_all_ranks_have_alike_draws_no_rows_inside_the_model(name):
         ax.DDP(GivenNoise(), mesh_of(data=2)).trainer(optax.sgd(0.1), loss, **plan).step(batch)["loss"]
     )
     for plan in ({}, {"accumulate": 2}):
-        if refused is None:
+        if refused is None or not plan:
             np.testing.assert_allclose(step(**plan), loss(GivenNoise(), batch), rtol=1e-9)
             continue
         with pytest.raises(ValueError, match=re.escape(refused)) as said:
             step(**plan)
         assert "line " in str(said.value) and "test_draws.py" in str(said.value)
+
+
+# Keys that a model is given, or makes itself
+
+
+class Keyed(nnx.Module):
+    def __init__(self):
+        self.layer, self.drop = nnx.Linear(6, 3, rngs=nnx.Rngs(0), param_dtype=jnp.float64), nnx.Dropout(0.4)
+
+    def __call__(self, x, key):
+        return self.layer(self.drop(x, rngs=key))
+
+
+class KeyedLinen(linen.Module):
+    @linen.compact
+    def __call__(self, x, key):
+        return linen.Dense(3, param_dtype=jnp.float64)(x + jax.random.normal(key, x.shape))
+
+
+class OwnKey(Keyed):
+    def __call__(self, x):
+        return super().__call__(x, jax.random.key(3))
+
+
+class OfStreams(nnx.Module):
+    """Gives a model that asks for a key those of its own stream."""
+
+    def __init__(self):
+        self.inner, self.rngs = Keyed(), nnx.Rngs(4)
+
+    def __call__(self, x):
+        return self.inner(x, self.rngs())
+
+
+class KeysOfRows(Keyed):
+    def __call__(self, x, keys):
+        return self.layer(x + jax.vmap(lambda key: jax.random.normal(key, (6,), jnp.float64))(keys))
+
+
+class Numbered(Keyed):
+    """Draws by a number of each row."""
+
+    def __call__(self, x, key):
+        keys = jax.vmap(lambda n: jax.random.fold_in(key, n))((1000 * jnp.abs(x[:, 0])).astype(int))
+        return KeysOfRows.__call__(self, x, keys)
+
+
+KEY = jax.random.key(3)
+KEYED = {
+    "a key": (Keyed, lambda model, x: model(x, KEY)),
+    "a raw key": (Keyed, lambda model, x: model(x, jax.random.wrap_key_data(jnp.array([0, 7], jnp.uint32)))),
+    "streams": (Keyed, lambda model, x: model(x, nnx.Rngs(3))),
+    "one of its own making": (OwnKey, lambda model, x: model(x)),
+    "of a Linen model": (KeyedLinen, lambda model, x: model(x, KEY)),
+}
+APART = {
+    "keys of rows": (KeysOfRows, lambda model, x: model(x, jax.random.split(KEY, len(x)))),
+    "numbers of rows": (Numbered, lambda model, x: model(x, KEY)),
+}
+
+
+def weighted(model, call):
+    def loss(model, batch):
+        own = optax.softmax_cross_entropy_with_integer_labels(call(model, batch["x"]), batch["y"])
+        return ax.WeightedMean(own.sum(), 1.0 * own.size)
+
+    return loss
+
+
+def squares(model, call):
+    return lambda model, batch: (call(model, batch["x"]) ** 2).mean()
+
+
+def variables_of(model):
+    return {"params": model.init(jax.random.key(0), BATCH["x"], KEY)} if isinstance(model, linen.Module) else {}
+
+
+@pytest.mark.parametrize("loss", [weighted, squares])
+@pytest.mark.parametrize(
+    "plan",
+    [({"data": 4}, {}), ({"data": 2}, {"check_vma": True}), ({"fsdp": 4}, {"fsdp": ax.Shard()})],
+    ids=["ddp", "ddp, typed", "zero3"],
+)
+@pytest.mark.parametrize("kind", KEYED)
+def test_draws_by_a_key_that_is_given_are_those_of_one_device(kind, plan, loss):
+    make, call = KEYED[kind]
+    degrees, settings = plan
+    loss, given = loss(model := make(), call), variables_of(model)
+    assert_equals_single_device(model, loss, BATCH, ax.Plan(**settings), mesh=mesh_of(degrees), steps=2, **given)
+
+
+@pytest.mark.parametrize("loss", [weighted, squares])
+@pytest.mark.parametrize("kind", KEYED)
+def test_in_microbatches_they_are_refused_with_the_line(kind, loss):
+    make, call = KEYED[kind]
+    model = make()
+    parallel = ax.parallelize(model, mesh_of(data=2), ax.Plan(accumulate=2), **variables_of(model))
+    with pytest.raises(ValueError, match=r"draws random numbers for rows from a key .*\(line \d+.*self\.rngs\(\)"):
+        parallel.trainer(optax.sgd(0.1), loss(model, call)).step(BATCH)
+
+
+@pytest.mark.parametrize("kind", KEYED)
+def test_a_call_and_a_prediction_refuse_them(kind):
+    make, call = KEYED[kind]
+    model = make()
+    parallel = ax.parallelize(model, mesh_of(data=2), ax.Plan(), **variables_of(model))
+    trainer, x = parallel.trainer(optax.sgd(0.1), squares(model, call)), BATCH["x"]
+    said = "this call draws random numbers for rows from a key that is the same on all ranks: random_bits of shape"
+    with pytest.raises(ValueError, match=said):
+        trainer.predict([x], lambda model, x: call(model, x) + jax.random.normal(KEY, (len(x), 1)))
+    if kind != "streams":
+        given = () if kind == "one of its own making" else (KEY,)
+        parallel.train()
+        with pytest.raises(ValueError, match=said):
+            parallel(x, *given)
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}], ids=["ddp", "accumulate"])
+@pytest.mark.parametrize("kind", APART)
+def test_draws_by_keys_of_rows_are_a_rows_own(kind, settings):
+    make, call = APART[kind]
+    parallel = ax.parallelize(model := make(), mesh_of(data=2), ax.Plan(**settings))
+    trainer, loss = parallel.trainer(optax.sgd(0.1), squares(model, call)), squares(model, call)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wanted = call(model, jnp.asarray(BATCH["x"]))
+        given = (jax.random.split(KEY, ROWS),) if kind == "keys of rows" else (KEY,)
+        np.testing.assert_allclose(parallel(BATCH["x"], *given), wanted, rtol=1e-12)
+        np.testing.assert_allclose(trainer.step(BATCH)["loss"], loss(make(), BATCH), rtol=1e-12)
+
+
+def test_a_model_that_asks_for_a_key_gets_those_of_a_module_around_it():
+    trainer = ax.DDP(OfStreams(), mesh_of(data=2)).trainer(
+        optax.sgd(0.1), squares(None, lambda m, x: m(x)), accumulate=2
+    )
+    assert np.isfinite(trainer.step(BATCH)["loss"])

@@ -3,7 +3,6 @@
 # What a rule says of places holds types apart, which the checker does not see.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false, reportCallIssue=false
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,11 +15,11 @@ from axonml_jax.compat.jaxpr import has_users_derivatives
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.compat.model_call import Transformed
 from axonml_jax.compat.order import callers_line
-from axonml_jax.compat.row_keys import KNOWN, Drawn, draws, is_row_key, rows_of
+from axonml_jax.compat.row_keys import KNOWN, Drawn, is_row_key, rows_of
 from axonml_jax.meaning.asked import Asked, Traced, WholeAlone, calls_alone, following
 from axonml_jax.meaning.following import Following
 from axonml_jax.meaning.microbatches import Division, Mixing, divided
-from axonml_jax.meaning.mixing import Lost, Numbering, mixing_inside, not_apart, numbering_inside
+from axonml_jax.meaning.mixing import Lost, Numbering, drawn_alike, mixing_inside, not_apart, numbering_inside
 from axonml_jax.meaning.model_call import Call, RealCalls, calls_model, no_share
 from axonml_jax.meaning.places import Group, Places
 from axonml_jax.meaning.plain_mean import is_plain_mean, talks
@@ -28,14 +27,9 @@ from axonml_jax.model.loss import UNREAD
 from axonml_jax.program.program import (
     Atom,
     Equation,
-    all_but_named,
     among,
     made_by,
     names_of,
-    read_program,
-    results,
-    rule_of,
-    through,
 )
 
 ROWS = "rows"
@@ -165,8 +159,6 @@ def _by_whole(
         raise failed from None
     if trains:
         _refuse_unread(asked, whole)
-    if local is not None and not is_row_key(asked.key):
-        _refuse_same_draws(whole, local)
     if _has_positions(asked):
         return ROWS if talks(whole.program, asked.axes) else _by_positions(asked, traced, whole, in_layers)
     if local is not None and _makes_numbers(asked, whole, local):
@@ -247,8 +239,20 @@ def _pools(asked: Asked, traced: TracedAt, local: Traced) -> bool:
 def _mixes(asked: Asked, traced: TracedAt, inlines: bool) -> bool:
     """Whether the model's own code mixes rows and can be in the loss's program; warns where it mixes them and cannot, or may.
 
-    Code that reads how many rows there are, or which, counts as such.
+    Code that reads how many rows there are, or which, counts as such, and what draws for them by a key that ranks share.
+
+    Raises:
+      ValueError: naming these draws, where its code cannot be there.
     """
+    if same := _same_draws(asked, traced):
+        if inlines and not _has_positions(asked):
+            return True
+        raise ValueError(
+            f"the model draws random numbers for rows from a key that is the same on all ranks: {'; '.join(same)}. Rows of "
+            "different ranks, or microbatches, would get the same numbers: draw from random streams of the model's own "
+            "(nnx.Rngs in it, or in a module around it that calls it with self.rngs(); self.make_rng), draw in the loss and "
+            "pass the numbers, or take all rows at once, without microbatches"
+        )
     numbering = _numbering(asked, traced)
     lost, numbering = numbering.unseen(_lost(asked, traced)), numbering.found
     mixing = [*mixing_inside(asked, traced(asked.everywhere)), *(each.note for each in lost if each.mixes)]
@@ -487,44 +491,16 @@ def _noted(asked: Asked, traced: TracedAt, whole: Traced, number: int) -> list[C
 # Draws for a rank's rows by a key that is the same on all ranks; the model's own keys differ from shard to shard.
 
 
-def _refuse_same_draws(whole: Traced, local: Traced) -> None:
-    """Refuse a model that draws for its rows by a key that is the same on all ranks.
-
-    Raises:
-      ValueError: naming every such draw.
-    """
-    same = []
-    for of_all, of_rank in zip(whole.noted, local.noted, strict=False):
-        noted = draws(of_all.traced)
-        if not of_all.alike(of_rank) or noted == draws(of_rank.traced):
-            continue
-        for (name, shape, own), (_, part, _) in zip(_drawn(of_all), _drawn(of_rank), strict=False):
-            if shape != part and not own:
-                line = next((each.line for each in noted if (each.name, each.shape) == (name, shape)), "")
-                same.append(f"{name} of shape {shape} ({line or 'no line known'})")
-    if same:
-        raise ValueError(
-            f"the model draws random numbers for rows from a key that is the same on all ranks: "
-            f"{'; '.join(dict.fromkeys(same))}. Rows of different ranks would get the same numbers: draw in the loss and pass "
-            "the numbers to the model, or draw from the model's own streams (nnx.Rngs in the model, self.make_rng)"
-        )
-
-
-def _drawn(call: Call) -> list[tuple[str, tuple[int, ...], bool]]:
-    """The draws in a call of the model: the operation, the shape, and whether it is by the model's own keys."""
-    found: list[tuple[str, tuple[int, ...], bool]] = []
-    program = read_program(call.traced, all_but_named)
-    key = len(program.inputs) - len(call.given) - 1
-
-    def rule(equation: Equation, operands: list[bool]) -> list[bool]:
-        if (inside := through(equation, operands, rule, operator.or_, False)) is not None:
-            return inside
-        if rule_of(equation.name).kind == "random":
-            found.extend((equation.name, x.shape, any(operands)) for x in equation.op.made)
-        return [any(operands)] * len(equation.outputs)
-
-    results(program, [k == key for k in range(len(program.inputs))], rule, False)
-    return found
+def _same_draws(asked: Asked, traced: TracedAt) -> list[str]:
+    """Where the model draws for its rows by a key that is the same on all ranks; none where its traces do not say."""
+    if is_row_key(asked.key):
+        return []  # `refuse_draws` says it
+    try:
+        whole, local = traced(()), traced(asked.everywhere)
+    except Exception:
+        return []
+    pairs = zip(whole.noted, local.noted, strict=False)
+    return list(dict.fromkeys(each for a, b in pairs if a.alike(b) for each in drawn_alike(a, b)))
 
 
 # Random draws by the whole batch's rows (`ax.Plan(draws="rows")`): keys of rows (`compat/row_keys.py`) take a dim as long as a

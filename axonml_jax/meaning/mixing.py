@@ -29,7 +29,7 @@ from jax.core import Tracer
 
 from axonml_jax.compat.jaxpr import Operation, is_ours, trace
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
-from axonml_jax.compat.row_keys import is_row_key, rows_of
+from axonml_jax.compat.row_keys import draws, is_row_key, rows_of
 from axonml_jax.meaning.asked import Asked, Traced, following, program_of
 from axonml_jax.meaning.following import Following
 from axonml_jax.meaning.model_call import Call, Unclear, place_of
@@ -310,22 +310,22 @@ def not_apart(whole: Call, local: Call, ranks: int, axes: Container[str]) -> lis
     return sorted(frozenset[Lost]().union(*found))
 
 
-def not_apart_in(fun: Callable[..., list], fixed: Any, whole: list, local: list, ranks: int) -> list[str]:
+def called_with(fun: Callable[..., list], variables: Any, key: Any, arrays: list) -> Call:
+    """The call of a function `fun(variables, key, arrays) -> results`, noted as one of the model is."""
+    traced = trace(fun, variables, key, arrays)
+    made, given = tuple(traced.made), tuple(jax.tree.leaves(arrays))
+    return Call((), "__call__", None, (), given, made, None, (None,) * len(made), (), traced=traced.jaxpr)
+
+
+def not_apart_in(whole: Call, local: Call, ranks: int) -> list[str]:
     """The operations of a call that are not known to keep rows apart, or that read their number, with the user's lines.
 
     Args:
-      fun: `fun(fixed, arrays) -> results`.
-      fixed: what has no rows.
-      whole, local: the arrays at the whole batch's shapes and at a rank's.
+      whole, local: the call, noted at the whole batch's shapes and at a rank's.
       ranks: the number of ranks.
     """
-    calls = []
-    for arrays in (whole, local):
-        traced = trace(fun, fixed, arrays)
-        made, given = tuple(traced.made), tuple(jax.tree.leaves(arrays))
-        calls.append(Call((), "__call__", None, (), given, made, None, (None,) * len(made), (), traced=traced.jaxpr))
     with following("rows that are kept apart"):
-        lost, numbering = not_apart(calls[0], calls[1], ranks, ()), numbering_inside(calls[:1], calls[1:], ranks)
+        lost, numbering = not_apart(whole, local, ranks, ()), numbering_inside([whole], [local], ranks)
         return list(dict.fromkeys([*(each.note for each in numbering.unseen(lost)), *numbering.found]))
     return []
 
@@ -372,7 +372,9 @@ class _Apart(Following):
         """As ever; noted where rows would be sent, or what is made is in no rank's rows."""
         places = _aligned(op, [place for (place,) in given])
         [step] = super().steps(op, [(place,) for place in places])
-        if op.name.startswith(_KERNELS) or (op.name == "custom_linear_solve" and _solves_apart(op, places)):
+        if op.name.startswith((*_KERNELS, "random_")) or (
+            op.name == "custom_linear_solve" and _solves_apart(op, places)
+        ):
             step = _beside(op, places)
         elif op.name == "reshape":
             [step] = step_of(op, given, self._real)
@@ -426,7 +428,7 @@ def _has_split(places: Sequence[Place]) -> bool:
 
 
 def _beside(op: Operation, places: Sequence[Place]) -> Step:
-    """The step of a kernel: its results have rows in the dim in which its operands do, where they have that size."""
+    """The step of a kernel, or a draw by keys of rows: results have rows in the operands' dim, where it has that size."""
     for aval, place in zip(op.given, places, strict=True):
         if isinstance(place, Split):
             rows = slice(place.dim, place.dim + 1)
@@ -506,6 +508,45 @@ def _certain(op: Operation, places: Sequence[Place], moved: Sequence[int]) -> li
         meets = op.name in _MIXES or is_elementwise(op.name)  # an elementwise one of rows and rows along other dims
         mixes = meets and bool(moved) and all(floats[k] for k in keys)
     return [mixes and _is_float(aval) for aval in op.made]
+
+
+# --------------------------------------------------------------------------------------------------
+# Draws for a rank's rows by a key that is the same on all ranks; the model's own keys differ from shard to shard.
+# --------------------------------------------------------------------------------------------------
+
+
+def drawn_alike(whole: Call, local: Call) -> list[str]:
+    """The draws of a call for its rows whose key is none of the model's own, and is made of no rows.
+
+    Args:
+      whole, local: the call, noted at the whole batch's shapes and at a rank's.
+    """
+    noted, same = draws(whole.traced), []
+    if noted == draws(local.traced):
+        return same
+    rows = [a.shape != b.shape for a, b in zip(whole.given, local.given, strict=True)]
+    for (name, shape, own), (_, part, _) in zip(_drawn(whole, rows), _drawn(local, rows), strict=False):
+        if shape != part and not own:
+            line = next((each.line for each in noted if (each.name, each.shape) == (name, shape)), "")
+            same.append(f"{name} of shape {shape} ({line or 'no line known'})")
+    return same
+
+
+def _drawn(call: Call, rows: Sequence[bool]) -> list[tuple[str, tuple[int, ...], bool]]:
+    """The draws in a call of the model: the operation, the shape, and whether by the model's own keys, or by ones of rows."""
+    found: list[tuple[str, tuple[int, ...], bool]] = []
+    program = read_program(call.traced, all_but_named)
+
+    def rule(equation: Equation, operands: list[bool]) -> list[bool]:
+        if (inside := through(equation, operands, rule, operator.or_, False)) is not None:
+            return inside
+        if rule_of(equation.name).kind == "random":
+            found.extend((equation.name, x.shape, any(operands)) for x in equation.op.made)
+        return [any(operands)] * len(equation.outputs)
+
+    fixed = len(program.inputs) - len(rows)
+    results(program, [*(k == fixed - 1 for k in range(fixed)), *rows], rule, False)
+    return found
 
 
 # --------------------------------------------------------------------------------------------------
@@ -668,8 +709,8 @@ class _Numbering:
                 return others
         if rule.casts or rule.passes:
             return given
-        if rule.kind == "random":
-            return [FREE] * len(others)
+        if rule.kind == "random":  # keys of rows lead
+            return [next((state for state in given if state.place is not None), FREE)] * len(others)
         if (kept := self._kept(op, own.op, given)) is not None:
             return [kept] * len(others)
         if OTHER in given:

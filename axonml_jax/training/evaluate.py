@@ -620,7 +620,7 @@ class Forward:
         placement, specs = self.placement, self.rest.specs(variables)
         arrays = placement.batch_layout.opened(arrays)
         dims, inner, sizes = self._dims(variables, arrays, static)
-        self._warn_of_mixing(arrays, static)
+        self._look_at_rows(arrays, static)
         self.row_dims = dims  # the same for any number of rows
 
         def local(variables, key, arrays):
@@ -807,31 +807,49 @@ class Forward:
         fixed = [(None,)] * (len(program.inputs) - len(given))
         return dict(zip(names, Following((group,)).program(program, [*fixed, *given]), strict=True))
 
-    def _warn_of_mixing(self, arrays: Arrays, static: tuple) -> None:
-        """Warns where the model's code may mix rows: here every rank has its own alone."""
-        ranks, averages = self.placement.ranks(self.placement.batch_layout.rows), self.model.synchronized()
-        normed = self.mode.training is not False and any(map(averages, named_leaves(self.model.shapes.state)))
-        sizes = {x.shape[0] for x in arrays.values() if x.ndim}
-        if ranks == 1 or normed or not self.mode.batch_norm_axes or not sizes or min(sizes) < ranks:
-            return  # what BatchNorm joins over ranks mixes rows as it is meant to
-        from axonml_jax.meaning.mixing import not_apart_in
+    def _look_at_rows(self, arrays: Arrays, static: tuple) -> None:
+        """Refuse draws that would be the same for the rows of all ranks; warns where the model's code may mix rows.
+
+        Here every rank has its own rows alone.
+
+        Raises:
+          ValueError: naming these draws.
+        """
+        ranks, sizes = (
+            self.placement.ranks(self.placement.batch_layout.rows),
+            {x.shape[0] for x in arrays.values() if x.ndim},
+        )
+        if ranks == 1 or not sizes or min(sizes) < ranks:
+            return
+        from axonml_jax.meaning.mixing import called_with, drawn_alike, not_apart_in
 
         ranks = 2 if min(sizes) == ranks and ranks % 2 == 0 else ranks  # of one row code may trace otherwise
         part = lambda x: jax.ShapeDtypeStruct((x.shape[0] // ranks, *x.shape[1:]), x.dtype) if x.ndim else x
         own = replace(self.mode, batch_norm_axes=())
 
-        def alone(fixed: tuple, given: list) -> list[Any]:
+        def alone(variables: Variables, key: jax.Array, given: list) -> list[Any]:
             named = dict(zip(arrays, given, strict=True))
-            variables, key = fixed
             return jax.tree.leaves(self._call(variables, key, named, static, own, alone=True)[0])
 
         whole = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays.values()]
-        if found := not_apart_in(alone, (self.model.shapes, jax.random.key(0)), whole, list(map(part, whole)), ranks):
+        call = functools.partial(called_with, alone, self.model.shapes, jax.random.key(0))
+        of_all, of_rank = call(whole), call(list(map(part, whole)))
+        instead = "call model.module(x), whose rows are not divided, or"
+        if same := drawn_alike(of_all, of_rank):
+            raise ValueError(
+                f"this call draws random numbers for rows from a key that is the same on all ranks: {'; '.join(same)}. Rows of "
+                f"different ranks would get the same numbers: draw them before, and give them to the call as arrays of rows; "
+                f"{instead} draw from random streams of the model's own (nnx.Rngs in it, self.make_rng)"
+            )
+        averages = self.model.synchronized()
+        normed = self.mode.training is not False and any(map(averages, named_leaves(self.model.shapes.state)))
+        if normed or not self.mode.batch_norm_axes:
+            return  # what BatchNorm joins over ranks mixes rows as it is meant to
+        if found := not_apart_in(of_all, of_rank, ranks):
             warn(
                 "the code of this call mixes rows of the batch, or is not known to keep them apart: "
                 f"{'; '.join(found[:5])}. Every rank has its own rows alone in this call, which may be something else than on "
-                "one device: call model.module(x), whose rows are not divided, or mix rows in the loss function, which has the "
-                "whole batch"
+                f"one device: {instead} mix rows in the loss function, which has the whole batch"
             )
 
     def _outputs(self, variables: Variables, arrays: Arrays, static: tuple, layout: BatchLayout) -> PyTree:
