@@ -514,3 +514,52 @@ def test_a_call_that_mixes_no_rows_says_nothing(kind):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(BATCH["x"])
+
+
+class WithNumber(nnx.Module):
+    """Returns rows, and a number of them."""
+
+    def __init__(self, number):
+        self.layer, self.number = nnx.Linear(6, 3, rngs=nnx.Rngs(0), **F64), number
+
+    def __call__(self, x):
+        h = self.layer(x)
+        return h, {"number": self.number(h)}
+
+
+MEANS = {
+    "a mean": jnp.mean,
+    "a mean of squares": lambda h: (h**2).mean(0),
+    "a constant": lambda h: jnp.full(2, 0.5),
+    "a mean in a loop": lambda h: jax.lax.scan(lambda total, x: (total + x.mean(), None), 0.0, h.T)[0],
+    "beside a sort": lambda h: jnp.sort(h, 0).shape[1] * h.mean(),
+}
+NO_MEANS = {
+    "a sum": jnp.sum,
+    "the largest": jnp.max,
+    "a deviation": jnp.std,
+    "a matrix": lambda h: h.T @ h,
+    "a masked mean": lambda h: (h * (h > 0)).sum() / (h > 0).sum(),
+    "the load of experts": lambda h: (one_hot(h).mean(0) * jax.nn.softmax(h[:, :2]).mean(0)).sum(),
+    "of rows less their mean": lambda h: jnp.abs(h - h.mean(0)).mean(),
+    "of a sort": lambda h: jnp.sort(h, 0)[:4].mean(),
+}
+
+
+@pytest.mark.parametrize("kind", MEANS)
+def test_a_call_returns_means_over_rows_as_one_device_does(kind):
+    model = ax.parallelize(WithNumber(MEANS[kind]), mesh_of(data=4), ax.Plan())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = model(BATCH["x"])[1]["number"]
+    np.testing.assert_allclose(found, WithNumber(MEANS[kind])(BATCH["x"])[1]["number"], rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", NO_MEANS)
+def test_a_call_names_numbers_that_may_be_no_means_over_rows(kind):
+    model = ax.parallelize(WithNumber(NO_MEANS[kind]), mesh_of(data=4), ax.Plan())
+    with pytest.warns(UserWarning, match=r"not known to be means over rows: \{'1/number': \("):
+        found = model(BATCH["x"])[1]["number"]
+    wanted = WithNumber(NO_MEANS[kind])(BATCH["x"])[1]["number"]
+    assert np.abs(found - wanted).max() > 1e-6
+    np.testing.assert_allclose(model.module(BATCH["x"])[1]["number"], wanted, rtol=1e-12)

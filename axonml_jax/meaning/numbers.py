@@ -2,7 +2,8 @@
 
 Of a call of the model shapes alone are known, and a number without rows is taken as the mean of the ranks'. Here its traces at
 both shapes are walked side by side (`plain_mean.py`). What is known to be no such mean, as a sum, a masked mean or a maximum,
-is then taken with the model's own code. Where a step of the way is not known, nothing is said.
+is then taken with the model's own code. Where a step of the way is not known, nothing is said; a call outside of a loss, which
+takes the mean in any case, names what is not proven to be one.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from axonml_jax.meaning.following import Following
 from axonml_jax.meaning.model_call import Call, Unclear, places_of
 from axonml_jax.meaning.places import SUM, Group, shifted
 from axonml_jax.meaning.plain_mean import Known, NotProven, Walk
-from axonml_jax.program.program import Equation, all_but_named, read_program, rule_of
+from axonml_jax.program.program import Equation, Program, all_but_named, made_by, read_program, rule_of
 
 UNKNOWN, MIXED = Known(()), Known(())
 """Not known; and known to be made of several rows, but no sum over ranks. Both are told apart by identity."""
@@ -53,8 +54,47 @@ def mixes_rows(whole: Call, local: Call, groups: Sequence[Group]) -> bool:
     return any(no_mean(found[k]) for k in numbers)
 
 
+def unproven(whole: Call, local: Call, groups: Sequence[Group]) -> list[int]:
+    """The results of a call without rows that are not proven to be means of the ranks', or the same on all ranks.
+
+    Args:
+      whole, local: the call, noted at the whole batch's shapes and at a rank's.
+      groups: the groups of ranks.
+    """
+    of_all, of_rank = (read_program(each.traced, all_but_named) for each in (whole, local))
+    pairs = zip(whole.made, local.made, strict=True)
+    numbers = [k for k, (a, b) in enumerate(pairs) if a.shape == b.shape]
+    return [k for k in numbers if not _is_proven(_only(of_all, k), _only(of_rank, k), (whole, local), groups)]
+
+
+def _only(program: Program, k: int) -> Program:
+    """What of a program makes one of its outputs."""
+    wanted = (program.outputs[k],)
+    return replace(program, outputs=wanted, equations=tuple(made_by(program.equations, wanted)))
+
+
+def _is_proven(of_all: Program, of_rank: Program, calls: Sequence[Call], groups: Sequence[Group]) -> bool:
+    walk = Numbers(groups, strict=True)
+    try:
+        rows = [walk.placed(a.shape, b.shape) for a, b in zip(*(call.given for call in calls), strict=True)]
+        fixed = [Known((None,) * len(groups))] * (len(of_all.inputs) - len(rows))
+        [found] = walk.program(of_all, of_rank, [*fixed, *rows])
+        return not found.literal and walk.mean(found) == walk.parts
+    except (NotProven, Unclear):
+        return False
+
+
 class Numbers(Walk):
-    """Walks two traces of a call side by side, and goes on where a value is not known."""
+    """Walks two traces of a call side by side, and goes on where a value is not known.
+
+    Args:
+      groups: the groups of ranks.
+      strict: it does not go on there.
+    """
+
+    def __init__(self, groups: Sequence[Group], *, strict: bool = False):
+        super().__init__(groups)
+        self._strict = strict
 
     def placed(self, whole: Sequence[int], own: Sequence[int]) -> Known:
         """The places of a value by its two shapes: it has rows where they differ."""
@@ -75,6 +115,8 @@ class Numbers(Walk):
                 return self._scan(equation, own, given)
             return super()._equation(equation, own, given)
         except (NotProven, Unclear):
+            if self._strict:
+                raise
             return (
                 [MIXED] * len(equation.outputs) if self._mixes(equation, own, given) else self._by_shape(equation, own)
             )

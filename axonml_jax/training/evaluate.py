@@ -822,14 +822,21 @@ class Forward:
         if ranks == 1 or not sizes or min(sizes) < ranks:
             return
         from axonml_jax.meaning.mixing import called_with, drawn_alike, not_apart_in
+        from axonml_jax.meaning.numbers import unproven
+        from axonml_jax.meaning.places import Group
 
         ranks = 2 if min(sizes) == ranks and ranks % 2 == 0 else ranks  # of one row code may trace otherwise
         part = lambda x: jax.ShapeDtypeStruct((x.shape[0] // ranks, *x.shape[1:]), x.dtype) if x.ndim else x
         own = replace(self.mode, batch_norm_axes=())
 
+        names = list[str]()
+
         def alone(variables: Variables, key: jax.Array, given: list) -> list[Any]:
             named = dict(zip(arrays, given, strict=True))
-            return jax.tree.leaves(self._call(variables, key, named, static, own, alone=True)[0])
+            out = self._call(variables, key, named, static, own, alone=True)[0]
+            found = {name: x for name, x in named_leaves(out).items() if is_array(x)}
+            names[:] = found
+            return list(found.values())
 
         whole = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays.values()]
         call = functools.partial(called_with, alone, self.model.shapes, jax.random.key(0))
@@ -850,6 +857,13 @@ class Forward:
                 "the code of this call mixes rows of the batch, or is not known to keep them apart: "
                 f"{'; '.join(found[:5])}. Every rank has its own rows alone in this call, which may be something else than on "
                 f"one device: {instead} mix rows in the loss function, which has the whole batch"
+            )
+        group = (Group((), ranks),)
+        if numbers := {names[k] or "the result": of_all.made[k].shape for k in unproven(of_all, of_rank, group)}:
+            warn(
+                f"these results have no rows, and are not known to be means over rows: {numbers} (result: shape). Each is the "
+                f"mean of what ranks make of their own rows, which may be something else than on one device: {instead} return "
+                "rows"
             )
 
     def _outputs(self, variables: Variables, arrays: Arrays, static: tuple, layout: BatchLayout) -> PyTree:
