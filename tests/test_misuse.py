@@ -423,3 +423,33 @@ def test_values_of_which_no_name_is_the_models_are_refused_with_how_names_are(me
             model.load_state_dict(values, strict=strict)
     assert model.load_state_dict({}, strict=False) == (["bias", "kernel"], [])
     assert model.load_state_dict({"kernel": np.ones((5, 3)), "a": 1}, strict=False) == (["bias"], ["a"])
+
+
+def test_a_step_after_one_that_failed_says_that_its_state_is_lost_and_a_checkpoint_brings_it_back(tmp_path):
+    breaks = False
+
+    def number():
+        if breaks:
+            raise RuntimeError("no more numbers")
+        return np.float32(1)
+
+    def loss(model, x):
+        return (model(x) ** 2).mean() * jax.pure_callback(number, jax.ShapeDtypeStruct((), jnp.float32))
+
+    x = np.ones((8, 6), np.float32)
+    trainer = ax.DDP(nnx.Linear(6, 3, rngs=nnx.Rngs(0)), mesh_of(data=2)).trainer(optax.adam(0.1), loss)
+    trainer.step(x)
+    ax.save(tmp_path / "kept", trainer)
+    wanted = float(trainer.step(x)["loss"])
+    breaks = True
+    with pytest.raises(RuntimeError, match="no more numbers"):
+        jax.block_until_ready(trainer.step(x))
+    breaks = False
+    with pytest.raises(RuntimeError, match="no more numbers") as said:
+        trainer.step(x)
+    assert (
+        "the state that it was to make is lost: read a checkpoint (ax.restore(path, trainer))"
+        in said.value.__notes__[-1]
+    )
+    ax.restore(tmp_path / "kept", trainer)
+    np.testing.assert_allclose(trainer.step(x)["loss"], wanted, rtol=1e-6)

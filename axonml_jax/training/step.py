@@ -1,6 +1,7 @@
 """One training step: gather -> differentiate -> sync -> update, in one compiled program with donated state."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -100,7 +101,7 @@ class TrainStep:
         if is_deleted(state.step) or _parts(state) != self._returned:
             _refuse_given_up(state)
         self.check(batch := host_arrays(batch))
-        with no_mesh_around(), folding, explain_types(self.placement.plan.check_vma):
+        with no_mesh_around(), folding, explain_types(self.placement.plan.check_vma), _telling_lost(state):
             bound_run_ahead(state.step)
             state, metrics = self._compiled(state, self.placement.batch_layout.place(batch, self.mesh))
             metrics = handed_back(metrics)
@@ -334,5 +335,28 @@ def _refuse_given_up(state: TrainState) -> None:
         what = "this state was" if len(gone) == len(leaves) else f"these arrays of the state were ({some_of(gone)})"
         raise ValueError(
             f"{what} given to an earlier step, which reused their memory: continue from the state that step returned (for a "
-            "trainer: its current trainer.state and trainer.model.variables), or keep a copy, jax.tree.map(jnp.copy, state)"
+            "trainer: its current trainer.state and trainer.model.variables), or keep a copy, jax.tree.map(jnp.copy, state). "
+            f"If that step failed, {_ANEW}"
         )
+
+
+_ANEW = "read a checkpoint (ax.restore(path, trainer)), or make the model and the trainer anew"
+
+
+@contextmanager
+def _telling_lost(state: TrainState) -> Iterator[None]:
+    """Context of a step that says so where it fails because an earlier one, which made its state, has failed while it ran."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_deleted(state.step) and _has_failed(state.step):
+            error.add_note(f"An earlier step failed while it ran, and the state that it was to make is lost: {_ANEW}.")
+        raise
+
+
+def _has_failed(x: jax.Array) -> bool:
+    try:
+        x.block_until_ready()
+    except RuntimeError:
+        return True
+    return False
