@@ -65,7 +65,7 @@ REFUSED = {
     "an axis nobody knows": (
         {"data": 2, "island": 2},
         ax.Plan,
-        r"axes \['island'\] are unknown.*ax.Plan\(axes=\{'island': \.\.\.\}\)",
+        r"axes \['island'\] are unknown.*ax.Plan\(axes=\{'island': ax.Replicate\(\)\}\)",
     ),
     "two strategies for one name": (
         {"fsdp": 2},

@@ -10,7 +10,7 @@ from meshes import mesh_of
 from plan_models import F64, linear
 
 import axonml_jax as ax
-from axonml_jax.testing.equality import assert_trees_close
+from axonml_jax.testing.equality import assert_equals_single_device, assert_trees_close
 
 
 def matrices(rows):
@@ -84,3 +84,90 @@ def test_operations_on_each_row_keep_rows_apart(name):
         assert_trees_close(made, nnx.to_pure_dict(grads), "gradients")
     report = ax.explain(ax.DDP(make(), mesh_of(data=4)).trainer(optax.sgd(0.1), loss), x)
     assert not [each for each in report.collectives if "gather" in each.kind], report
+
+
+# Loops that end row by row, as `jax.vmap` makes them of a loop, and loops of the batch alone
+
+
+def times(count, start=0.0, step=lambda total: 0.5 * total + 1):
+    """How far a loop of so many trips comes, for one row."""
+    return jax.lax.while_loop(lambda c: c[0] < count, lambda c: (c[0] + 1, step(c[1])), (0, start))[1]
+
+
+def cube_root(x):
+    """By Newton's method, as long as it takes."""
+    return jax.lax.while_loop(lambda r: jnp.abs(r**3 - x) > 1e-9, lambda r: r - (r**3 - x) / (3 * r**2), 1.0 + x)
+
+
+def matched(rows, b):
+    """Every row's outputs beside its targets, as set prediction matches them (DETR, Carion et al. 2020)."""
+    cost = jnp.square(rows[:, :4, None] - b["x"][:, None, :3])
+    i, j = jax.vmap(optax.assignment.hungarian_algorithm)(jax.lax.stop_gradient(cost))
+    return cost[jnp.arange(len(rows))[:, None], i, j].sum(-1)
+
+
+LOOPS = {
+    "trips of each row": lambda rows, b: rows[:, 0] * jax.vmap(times)(b["n"]),
+    "trips beside whole values": lambda rows, b: rows[:, 0] * jax.vmap(times)(b["n"], jnp.arange(16.0)),
+    "trips over features": lambda rows, b: (
+        rows[:, 0] * jax.vmap(lambda n, x: times(n, x, jnp.sin))(b["n"], b["x"]).sum(-1)
+    ),
+    "two dims of trips": lambda rows, b: (
+        rows[:, :3] * jax.vmap(jax.vmap(times))(b["n"][:, None] + jnp.arange(3), jnp.ones((16, 3)))
+    ),
+    "trips of columns": lambda rows, b: (
+        rows[:, :3] * jax.vmap(times, in_axes=(0, 1), out_axes=1)(jnp.arange(3), b["x"][:, :3])
+    ),
+    "a counted loop": lambda rows, b: (
+        rows[:, 0] * jax.vmap(lambda n: jax.lax.fori_loop(0, n, lambda i, total: total + i, 0))(b["n"])
+    ),
+    "until it converges": lambda rows, b: (
+        rows[:, 0] * jax.vmap(cube_root)(1 + jnp.abs(jax.lax.stop_gradient(rows[:, 1])))
+    ),
+    "matching": matched,
+    "draws of each row": lambda rows, b: (
+        rows[:, 0] * jax.vmap(lambda key: jax.random.poisson(key, 3.0))(jax.random.split(jax.random.key(3), len(rows)))
+    ),
+    "as many trips as the largest of the batch": lambda rows, b: rows[:, 0] * times(b["n"].max()),
+    "trips that look at all rows of the batch": lambda rows, b: (
+        rows[:, 0] * jax.vmap(lambda n: times(n, 0.0, lambda total: total / 2 + b["n"].max()))(b["n"])
+    ),
+}
+LOOP_BATCH = {"x": np.random.default_rng(0).normal(size=(16, 5)), "n": np.random.default_rng(1).integers(0, 5, 16)}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", LOOPS)
+def test_loops_that_end_row_by_row_are_those_of_one_device(name, plan):
+    loss = lambda model, b: jnp.square(LOOPS[name](model(b["x"]), b)).mean()
+    degrees, plan = PLANS[plan]
+    model = linear(5, 9, nnx.Rngs(0))
+    assert_equals_single_device(model, loss, LOOP_BATCH, plan, mesh=mesh_of(**degrees), steps=2)
+
+
+class Looping(nnx.Module):
+    """Its rows end its loop one by one, and it mixes rows besides, so that its code runs as part of the loss."""
+
+    def __init__(self, mixes):
+        self.layer, self.mixes = linear(5, 9, nnx.Rngs(0)), mixes
+
+    def __call__(self, x, n):
+        h = self.layer(x) * jax.vmap(times)(n)[:, None]
+        return h - h.mean(0) if self.mixes else h
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+@pytest.mark.parametrize("plan", [({"data": 4}, ax.Plan()), ({"fsdp": 4}, ax.Plan(fsdp=ax.Shard(), remat="full"))])
+def test_loops_that_end_row_by_row_work_inside_a_model(plan, mixes):
+    degrees, settings = plan
+    loss = lambda model, b: jnp.square(model(b["x"], b["n"])).mean()
+    assert_equals_single_device(Looping(mixes), loss, LOOP_BATCH, settings, mesh=mesh_of(**degrees), steps=2)
+
+
+def test_a_loop_that_ends_by_all_rows_of_the_model_is_refused_in_microbatches_with_its_line():
+    loss = lambda model, b: jnp.square(model(b["x"]) * times(jax.lax.stop_gradient(model(b["x"])).max())).mean()
+    trainer = ax.DDP(linear(5, 9, nnx.Rngs(0)), mesh_of(data=2)).trainer(optax.sgd(0.1), loss, accumulate=2)
+    with pytest.raises(
+        ValueError, match=r"the model's results of other microbatches: \w+ \(line \d+ of test_rows_apart.py"
+    ):
+        trainer.step(LOOP_BATCH)

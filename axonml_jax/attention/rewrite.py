@@ -22,7 +22,17 @@ from axonml_jax.attention.found import (
     sees,
 )
 from axonml_jax.attention.recognise import Remains, remaining
-from axonml_jax.program.program import Equation, is_constant, made_by, results_of, run, run_program, value_of, values_of
+from axonml_jax.program.program import (
+    Equation,
+    is_constant,
+    made_by,
+    results_of,
+    run,
+    run_program,
+    value_of,
+    values_of,
+    while_loop,
+)
 from axonml_jax.program.values import Level, Nested, stays
 
 # --------------------------------------------------------------------------------------------------
@@ -198,7 +208,7 @@ class _Plan:
         asked = given[: loop.num_condition_consts]
         consts, carry = given[len(asked) :][: loop.num_body_consts], given[len(asked) + loop.num_body_consts :]
         goes_on = lambda carry: run_program(condition, [*asked, *carry])[0]
-        return jax.lax.while_loop(goes_on, lambda carry: self.run(body, [*consts, *carry], envs), list(carry))
+        return while_loop(condition, goes_on, lambda carry: self.run(body, [*consts, *carry], envs), list(carry))
 
 
 # --------------------------------------------------------------------------------------------------

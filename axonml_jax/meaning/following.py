@@ -6,7 +6,7 @@ from typing import Any
 from axonml_jax.compat.jaxpr import Operation
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.meaning.places import SUM, Group, Place, Places, Split, Step, shifted, step_of
-from axonml_jax.program.program import Equation, Program, is_constant, rule_of
+from axonml_jax.program.program import Equation, Program, ends_by_rows, is_constant, rule_of
 
 
 class TalksItself(Exception):
@@ -107,14 +107,29 @@ class Following:
         )
 
     def loop(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
-        """The places of a while loop's carry, which is never a sum, as the loop's condition reads it."""
-        loop, body = equation.op.loop, equation.body
-        assert loop is not None and body is not None
+        """The places of a while loop's carry, which is never a sum, as the loop's condition reads it.
+
+        Where the loop ends row by row, under `jax.vmap`, the carry has these rows in one place.
+        """
+        loop, body, condition = equation.op.loop, equation.body, equation.condition
+        assert loop is not None and body is not None and condition is not None
         given = [self.settled(each) for each in given]
         split = loop.num_condition_consts, loop.num_condition_consts + loop.num_body_consts
         consts, carry = given[split[0] : split[1]], given[split[1] :]
-        trip = lambda carry: [self.settled(each) for each in self.program(body, [*consts, *carry])]
-        return self._carried(carry, trip, len(carry))
+        ends = lambda carry: self.settled(self.program(condition, [*given[: split[0]], *carry])[0])
+        by_rows = ends_by_rows(condition)
+
+        def trip(carry: list[Places]) -> list[Places]:
+            made = [self.settled(each) for each in self.program(body, [*consts, *carry])]
+            return beside([ends(carry), *made], by_rows)[1:] if by_rows else made
+
+        carry = self._carried(carry, trip, len(carry))
+        ends(carry)
+        if by_rows:
+            together = beside(carry, by_rows)
+            self.held(carry, together)
+            carry = together
+        return carry
 
     def _carried(self, carry: list[Places], trip: Callable[[list[Places]], list[Places]], count: int) -> list[Places]:
         """The places of a carry that hold in every trip; where trips disagree, whole."""
@@ -179,6 +194,21 @@ class Watching(Following):
 def moves(old: Places, new: Places) -> bool:
     """Whether something is sent for a value to change its places; a whole value is on every rank already."""
     return any(a != b and (a == SUM or isinstance(a, Split)) for a, b in zip(old, new, strict=True))
+
+
+def beside(values: Sequence[Places], dims: int) -> list[Places]:
+    """The places in which values that are put side by side can be held, whose first `dims` dims are the same rows."""
+    found = []
+    for places in zip(*values, strict=True):
+        rows = {place for place in places if isinstance(place, Split) and place.dim < dims}
+        others = any(isinstance(place, Split) and place.dim >= dims for place in places)
+        if not rows:
+            found.append(places)
+        elif len(rows) == 1 and not others:
+            found.append([*rows] * len(places))
+        else:
+            found.append([None] * len(places))
+    return [tuple(each) for each in zip(*found, strict=True)]
 
 
 def either(a: Place, b: Place) -> Place:

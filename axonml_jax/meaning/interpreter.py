@@ -16,12 +16,14 @@ from axonml_jax.program.program import (
     Equation,
     Program,
     all_but_named,
+    ends_by_rows,
     is_constant,
     is_elementwise,
     made_by,
     named_call,
     read_program,
     rule_of,
+    while_loop,
 )
 
 
@@ -311,20 +313,32 @@ def _while(run: Interpreter, equation: Equation, given: Sequence[Value]) -> list
     split = loop.num_condition_consts, loop.num_condition_consts + loop.num_body_consts
     of_condition, condition_arrays = _settled(run, given[: split[0]])
     consts, const_arrays = _settled(run, given[split[0] : split[1]])
-    test = at_places(run, condition, [*of_condition, *carried], [run.following.none])
+    by_rows = [
+        place if isinstance(place, Split) and place.dim < ends_by_rows(condition) else None for place in carried[0]
+    ]
+    test = at_places(run, condition, [*of_condition, *carried], [tuple(by_rows)])
     trip = at_places(run, body, [*consts, *carried], carried)
+    watching = Watching(run.ranks.groups, run.following.calls)
+    watching.loop(equation, [value.places for value in given])
+    talking = [group.axes for group, place in zip(run.ranks.groups, by_rows, strict=True) if place and watching.moved]
+    axes = run.ranks.typed if run.ranks.checked else tuple(axis for each in talking for axis in each)
 
-    def goes_on(carry: list) -> jax.Array:
-        (more,) = test(*condition_arrays, *carry)
-        # With check_vma a condition may not be typed as varying.
-        return max_over(more.astype(jnp.int32), run.ranks.typed).astype(bool) if run.ranks.checked else more
+    def together(more: jax.Array) -> jax.Array:
+        """Ranks that talk go on as long as one of them does; with check_vma a condition may not be typed as varying."""
+        return max_over(more.astype(jnp.int32), axes).astype(bool) if axes else more
 
     carry = [
         run.ranks.vary(run.ranks.settled(value, places))
         for value, places in zip(given[split[1] :], carried, strict=True)
     ]
     with equation.op.scope():
-        made = jax.lax.while_loop(goes_on, lambda carry: trip(*const_arrays, *carry), carry)
+        made = while_loop(
+            condition,
+            lambda carry: test(*condition_arrays, *carry)[0],
+            lambda carry: trip(*const_arrays, *carry),
+            carry,
+            together,
+        )
     return _held(run, equation, made, carried)
 
 

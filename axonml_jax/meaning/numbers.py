@@ -9,6 +9,7 @@ takes the mean in any case, names what is not proven to be one.
 from collections.abc import Sequence
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 
 from axonml_jax.meaning.following import Following
@@ -55,7 +56,7 @@ def mixes_rows(whole: Call, local: Call, groups: Sequence[Group]) -> bool:
 
 
 def unproven(whole: Call, local: Call, groups: Sequence[Group]) -> list[int]:
-    """The results of a call without rows that are not proven to be means of the ranks', or the same on all ranks.
+    """The floats that a call returns without rows, and that are not proven to be means of the ranks', or the same on all.
 
     Args:
       whole, local: the call, noted at the whole batch's shapes and at a rank's.
@@ -63,7 +64,7 @@ def unproven(whole: Call, local: Call, groups: Sequence[Group]) -> list[int]:
     """
     of_all, of_rank = (read_program(each.traced, all_but_named) for each in (whole, local))
     pairs = zip(whole.made, local.made, strict=True)
-    numbers = [k for k, (a, b) in enumerate(pairs) if a.shape == b.shape]
+    numbers = [k for k, (a, b) in enumerate(pairs) if a.shape == b.shape and jnp.issubdtype(a.dtype, jnp.inexact)]
     return [k for k in numbers if not _is_proven(_only(of_all, k), _only(of_rank, k), (whole, local), groups)]
 
 

@@ -773,14 +773,44 @@ def run_bodies(equation: Equation, values: Sequence[Any], run_body: RunBody) -> 
         split = loop.num_condition_consts, loop.num_condition_consts + loop.num_body_consts
         of_condition, consts = values[: split[0]], values[split[0] : split[1]]
         with equation.op.scope():
-            return list(
-                jax.lax.while_loop(
-                    lambda carry: run_body(_known(equation.condition), [*of_condition, *carry])[0],
-                    lambda carry: list(run_body(_known(equation.body), [*consts, *carry])),
-                    list(values[split[1] :]),
-                )
+            return while_loop(
+                _known(equation.condition),
+                lambda carry: run_body(_known(equation.condition), [*of_condition, *carry])[0],
+                lambda carry: list(run_body(_known(equation.body), [*consts, *carry])),
+                list(values[split[1] :]),
             )
     return None
+
+
+def ends_by_rows(condition: Program) -> int:
+    """How many dims the rows have of which each ends a while loop for itself, as under `jax.vmap`; 0: all end together."""
+    return len(aval_of(condition.outputs[0], condition.avals).shape)
+
+
+def while_loop(
+    condition: Program,
+    goes_on: Callable[[list[Any]], Any],
+    trip: Callable[[list[Any]], list[Any]],
+    carry: list[Any],
+    together: Callable[[Any], Any] = lambda more: more,
+) -> list[Any]:
+    """Makes a traced while loop anew; rows of one that ends row by row stay as they are once they have ended.
+
+    Args:
+      condition: the traced condition.
+      goes_on, trip: what is run in the place of condition and body.
+      carry: the loop's first values.
+      together: makes of whether the loop goes on here whether it does so everywhere.
+    """
+    if not ends_by_rows(condition):
+        return list(jax.lax.while_loop(lambda carry: together(goes_on(carry)), trip, carry))
+
+    def trip_of_some(carry: list[Any]) -> list[Any]:
+        more = goes_on(carry)
+        rows = lambda x: jnp.broadcast_to(more.reshape(more.shape + (1,) * (x.ndim - more.ndim)), x.shape)
+        return [jax.lax.select(rows(old), new, old) for new, old in zip(trip(carry), carry, strict=True)]
+
+    return list(jax.lax.while_loop(lambda carry: together(goes_on(carry).any()), trip_of_some, carry))
 
 
 def _run_checkpointed(equation: Equation, values: Sequence[Any], run_body: RunBody) -> list[Any]:
