@@ -262,8 +262,8 @@ def test_no_file_is_named_after_nothing():
 
 CEILINGS = {
     "files with more than five lines of code": 204,
-    "lines of code": 59_800,
-    "arrows between files": 1_448,
+    "lines of code": 60_000,
+    "arrows between files": 1_449,
     "methods of the widest class": 29,
     "modules that `ax.DDP` imports": 46,
     "calls of trainer(), DDP": 1_258,

@@ -128,6 +128,11 @@ LOOPS = {
     "draws of each row": lambda rows, b: (
         rows[:, 0] * jax.vmap(lambda key: jax.random.poisson(key, 3.0))(jax.random.split(jax.random.key(3), len(rows)))
     ),
+    "one after the other": lambda rows, b: jax.lax.map(lambda each: jnp.sin(each[0]) * each[1][0], (rows, b["x"])),
+    "one after the other, beside whole values": lambda rows, b: jax.lax.map(
+        lambda each: each[0] * each[1] + b["n"].max(), (rows, jnp.arange(16.0))
+    ),
+    "one after the other, beside a mean of all": lambda rows, b: jax.lax.map(lambda row: row * b["x"].mean(), rows),
     "as many trips as the largest of the batch": lambda rows, b: rows[:, 0] * times(b["n"].max()),
     "trips that look at all rows of the batch": lambda rows, b: (
         rows[:, 0] * jax.vmap(lambda n: times(n, 0.0, lambda total: total / 2 + b["n"].max()))(b["n"])

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import jax
+from flax import nnx
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var  # pyright: ignore[reportPrivateImportUsage]
 from jax.extend.core.primitives import dot_general_p, transpose_p
@@ -426,12 +428,29 @@ class Operation:
 
 
 def _place_of(op: Operation) -> tuple[str, str, str]:
-    """The file, line and function of the user's line that an operation, or the call around it, comes from; "" where unknown."""
-    found = re.fullmatch(r"(.*?):(\d+)(?::\d+)? \((.*)\)", source_info_util.summarize(op.eqn.source_info))
-    if found is not None:
-        return found[1], found[2], found[3]
+    """The file, line and function of the user's line that an operation, or the call around it, comes from; "" where unknown.
+
+    That is the innermost one outside of JAX; but one outside of what runs a model, where there is one: of calls of the model
+    in a loss, and of NNX's variables, whose operators are code of its own.
+    """
+    info = op.eqn.source_info
+    found = _FRAME.findall(source_info_util.summarize(info))
+    if found and _runs_models(found[0][0]):
+        frames = _FRAME.findall(source_info_util.summarize(info, num_frames=_MANY))
+        found = [frame for frame in frames if not _runs_models(frame[0])][-1:] or found
+    if found:
+        return found[0]
     call = op.call_around
     return ("", "", "") if call is None else _place_of(call)
+
+
+_FRAME = re.compile(r"^(.*?):(\d+)(?::\d+)? \((.*)\)$", re.MULTILINE)
+_MANY = 40
+
+
+def _runs_models(path: str) -> bool:
+    """Whether a file has code that runs a model for the user."""
+    return path.startswith(_MACHINERY) or path == _VARIABLES
 
 
 def is_ours(op: Operation) -> bool:
@@ -473,6 +492,8 @@ def has_users_derivatives(jaxpr: Any) -> bool:
 
 
 _NOT_THE_USERS = tuple(os.path.join(os.path.dirname(path), "") for path in (jax.__file__, base.__file__))
+_MACHINERY = tuple(os.path.join(_NOT_THE_USERS[1], floor, "") for floor in ("compat", "meaning", "model"))
+_VARIABLES = inspect.getfile(nnx.Variable)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.compat.row_keys import Drawn, drawn_by_rows
 from axonml_jax.compat.varying_types import varying_axes
-from axonml_jax.meaning.following import Following
-from axonml_jax.meaning.model_call import Call, Calls, Path, Unclear, calls_model, place_of
+from axonml_jax.meaning.following import Following, calls_model
+from axonml_jax.meaning.model_call import Call, Calls, Path, Unclear, place_of
 from axonml_jax.meaning.places import SUM, Group, Places, Split, local_shape, split_sizes
 from axonml_jax.model.loss import Loss, is_weighted, parse_loss
 from axonml_jax.model.view import Functional, Mode, Variables

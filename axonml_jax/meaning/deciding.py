@@ -17,10 +17,10 @@ from axonml_jax.compat.model_call import Transformed
 from axonml_jax.compat.order import callers_line
 from axonml_jax.compat.row_keys import KNOWN, Drawn, is_row_key, rows_of
 from axonml_jax.meaning.asked import Asked, Traced, WholeAlone, calls_alone, following
-from axonml_jax.meaning.following import Following
+from axonml_jax.meaning.following import Following, calls_model
 from axonml_jax.meaning.microbatches import Division, Mixing, divided
 from axonml_jax.meaning.mixing import Lost, Numbering, drawn_alike, mixing_inside, not_apart, numbering_inside
-from axonml_jax.meaning.model_call import Call, RealCalls, calls_model, no_share
+from axonml_jax.meaning.model_call import Call, RealCalls, no_share
 from axonml_jax.meaning.places import Group, Places
 from axonml_jax.meaning.plain_mean import is_plain_mean, talks
 from axonml_jax.model.loss import UNREAD
@@ -386,16 +386,22 @@ def in_microbatches(asked: Asked, decided: Decided, *, two_sweeps: bool) -> Deci
     except Mixing as mixing:
         if two_sweeps:
             return _swept_twice(decided, places, dependent, asked.groups, calls)
-        name, line = mixing.args
         metrics = _mixing_metrics(whole, places, dependent, asked.groups, calls)
         what = f"the metric{'s' * (len(metrics) > 1)} {', '.join(metrics)}" if metrics else "the loss"
         instead = "compute that of what trainer.predict returns" if metrics else "return ax.WeightedMean(total, weight)"
+        sweeps = ""
+        with suppress(ValueError):
+            _swept_twice(decided, places, dependent, asked.groups, calls)
+            sweeps = "allow one more forward pass that keeps the model's results (ax.mixing_rows(loss_fn, two_sweeps=True)), "
         raise ValueError(
-            f"{what} need{'s' * (len(metrics) < 2)} the model's results of other microbatches: {name} "
-            f"({line or 'no line known'}) is not a sum over rows. Take all rows at once (accumulate=1, num_microbatches=1), "
-            "allow one more forward pass that keeps the model's results (ax.mixing_rows(loss_fn, two_sweeps=True)), or "
-            f"{instead}"
+            f"{what} need{'s' * (len(metrics) < 2)} the model's results of other microbatches: {_named(mixing)} "
+            f"is not a sum over rows. Take all rows at once (accumulate=1, num_microbatches=1), {sweeps}or {instead}"
         ) from None
+
+
+def _named(mixing: Mixing) -> str:
+    name, line = mixing.args
+    return f"{'a call of the model' if name == MODEL_CALL else name} ({line or 'no line known'})"
 
 
 def _mixing_metrics(
@@ -435,8 +441,8 @@ def _swept_twice(
         division = divided(decided.whole.program, places, dependent, groups, calls, only_calls=True)
     except Mixing as mixing:
         raise ValueError(
-            f"the model's input depends on its results of other microbatches: {mixing.args[0]} "
-            f"({mixing.args[1] or 'no line known'}). Take all rows at once (accumulate=1, num_microbatches=1)"
+            f"the model's input depends on its results of other microbatches: {_named(mixing)}. Take all rows at once "
+            "(accumulate=1, num_microbatches=1)"
         ) from None
     if division.late:
         raise ValueError(

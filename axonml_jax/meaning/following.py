@@ -92,13 +92,29 @@ class Following:
         scan, body = equation.op.scan, equation.body
         assert scan is not None and body is not None
         consts = [self.settled(each) for each in given[: scan.num_consts]]
-        slices = [self.sliced(each) for each in given[scan.first_scanned :]]
+        rows, slices = self.rows_of(equation, given), [self.sliced(each) for each in given[scan.first_scanned :]]
 
         def trip(carry: list[Places]) -> list[Places]:
             return self.program(body, [*consts, *carry, *slices])
 
         carry = self._carried(list(given[scan.num_consts : scan.first_scanned]), trip, scan.num_carry)
-        return carry, [shifted(each, 1) for each in trip(carry)[scan.num_carry :]]
+        stacked = [shifted(self.settled(each) if any(rows) else each, 1) for each in trip(carry)[scan.num_carry :]]
+        return carry, [tuple(map(either, each, rows)) for each in stacked]
+
+    def rows_of(self, equation: Equation, given: Sequence[Places]) -> Places:
+        """The places over which ranks go by themselves: in a scan that carries nothing from row to row, as `jax.lax.map`."""
+        scan = equation.op.scan
+        assert scan is not None
+        if scan.num_carry or calls_model(equation):
+            return self.none  # what the model makes of one row is taken for the mean of the ranks'
+        found: list[Place] = []
+        for k in range(len(self.groups)):
+            consts, over = (
+                [each[k] for each in part] for part in (given[: scan.num_consts], given[scan.first_scanned :])
+            )
+            alone = Split(0) in over and all(place in (None, Split(0)) for place in over) and not any(consts)
+            found.append(Split(0) if alone else None)
+        return tuple(found)
 
     def sliced(self, places: Places) -> Places:
         """The places of the slices of what a scan goes over, which is gathered if the dim that it goes over is split."""
@@ -185,9 +201,10 @@ class Watching(Following):
         """The places of a scan's carry and stacks; to go over a split dim sends."""
         scan = equation.op.scan
         assert scan is not None
+        rows = self.rows_of(equation, given)
         for places in given[scan.first_scanned :]:
-            pairs = list(zip(places, self.sliced(places), strict=True))[: self.watched]
-            self.moved |= any(place is not None and inner is None for place, inner in pairs)
+            found = list(zip(places, self.sliced(places), rows, strict=True))[: self.watched]
+            self.moved |= any(place is not None and inner is None and place != own for place, inner, own in found)
         return super().scan(equation, given)
 
 
@@ -216,3 +233,8 @@ def either(a: Place, b: Place) -> Place:
     if a is None or b is None:
         return a if b is None else b
     return a if a == b else None
+
+
+def calls_model(equation: Equation) -> bool:
+    """Whether an equation of a traced loss is a call of the model, or has one in a program of its own."""
+    return equation.name == MODEL_CALL or any(calls_model(each) for body in equation.bodies for each in body.equations)

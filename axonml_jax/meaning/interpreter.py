@@ -9,7 +9,7 @@ import numpy as np
 
 from axonml_jax.collectives.primitives import max_over, vary, vary_like
 from axonml_jax.compat.jaxpr import Operation, num_closed_over, trace
-from axonml_jax.meaning.following import Following, TalksItself, Watching
+from axonml_jax.meaning.following import Following, TalksItself, Watching, either
 from axonml_jax.meaning.places import SUM, Places, Split, shifted
 from axonml_jax.meaning.values import ACTS, Ranks, Value
 from axonml_jax.program.program import (
@@ -286,13 +286,14 @@ def _scan(run: Interpreter, equation: Equation, given: Sequence[Value]) -> list[
     carried, stacked = following.scan(equation, [value.places for value in given])
     consts, const_arrays = _settled(run, given[: scan.num_consts])
     slices = [following.sliced(value.places) for value in given[scan.first_scanned :]]
-    inside = [shifted(places, 1) for places in slices]
+    rows = following.rows_of(equation, [value.places for value in given])
+    inside = [tuple(map(either, shifted(places, 1), rows)) for places in slices]
     xs = [run.ranks.settled(value, places) for value, places in zip(given[scan.first_scanned :], inside, strict=True)]
     carry = [
         run.ranks.vary(run.ranks.settled(value, places))
         for value, places in zip(given[scan.num_consts : scan.first_scanned], carried, strict=True)
     ]
-    outs = [shifted(places, -1) for places in stacked]
+    outs = [tuple(None if own else place for place, own in zip(shifted(at, -1), rows, strict=True)) for at in stacked]
     call = at_places(run, body, [*consts, *carried, *slices], [*carried, *outs])
 
     def trip(carry: list, sliced: list) -> tuple[list, list]:
@@ -302,7 +303,7 @@ def _scan(run: Interpreter, equation: Equation, given: Sequence[Value]) -> list[
         return made[: scan.num_carry], made[scan.num_carry :]
 
     with equation.op.scope():
-        carry, ys = jax.lax.scan(trip, carry, xs, **scan.options)
+        carry, ys = jax.lax.scan(trip, carry, xs, **{**scan.options, **({"length": None} if any(rows) else {})})
     return _held(run, equation, [*carry, *ys], [*carried, *stacked])
 
 

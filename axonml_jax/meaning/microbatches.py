@@ -15,9 +15,8 @@ import jax.numpy as jnp
 
 from axonml_jax.base import PyTree
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
-from axonml_jax.meaning.following import Watching
+from axonml_jax.meaning.following import Watching, calls_model
 from axonml_jax.meaning.interpreter import Interpreter
-from axonml_jax.meaning.model_call import calls_model
 from axonml_jax.meaning.places import SUM, Group, Places, Split
 from axonml_jax.meaning.values import Ranks, Value
 from axonml_jax.program.program import Equation, Program, is_constant, made_by

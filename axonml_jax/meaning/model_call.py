@@ -21,7 +21,7 @@ from flax import nnx
 from axonml_jax.base import is_array, named_leaves
 from axonml_jax.collectives.primitives import vary
 from axonml_jax.compat.jaxpr import trace
-from axonml_jax.compat.model_call import PRIMITIVE, Transformed, model_call
+from axonml_jax.compat.model_call import Transformed, model_call
 from axonml_jax.compat.row_keys import Drawn, drawn_by_rows, is_row_key
 from axonml_jax.compat.varying_types import varying_axes
 from axonml_jax.meaning.following import Following
@@ -324,11 +324,6 @@ def _without_arrays(out: Any, given: Sequence[Any], path: Path, method: str) -> 
     leaves, hidden = jax.tree.leaves(out), hidden_arrays(out, given)
     hides = lambda x: Hidden(x, hidden_words(hidden, path, method))
     return tuple(None if is_array(x) else hides(x) if n in hidden else x for n, x in enumerate(leaves))
-
-
-def calls_model(equation: Equation) -> bool:
-    """Whether an equation of a traced loss is a call of the model, or has one in a program of its own."""
-    return equation.name == PRIMITIVE or any(calls_model(each) for body in equation.bodies for each in body.equations)
 
 
 # The two kinds of models

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
+from axonml_jax.meaning.following import calls_model
 from axonml_jax.meaning.interpreter import Interpreter
-from axonml_jax.meaning.model_call import RealCalls, Share, calls_model, no_mean, summand
+from axonml_jax.meaning.model_call import RealCalls, Share, no_mean, summand
 from axonml_jax.meaning.places import SUM, Places, Split, local_outer
 from axonml_jax.meaning.values import Ranks, Value
 from axonml_jax.model.loss import Loss, WeightedMean

@@ -821,15 +821,8 @@ class Forward:
         )
         if ranks == 1 or not sizes or min(sizes) < ranks:
             return
-        from axonml_jax.meaning.mixing import called_with, drawn_alike, not_apart_in
-        from axonml_jax.meaning.numbers import unproven
-        from axonml_jax.meaning.places import Group
-
         ranks = 2 if min(sizes) == ranks and ranks % 2 == 0 else ranks  # of one row code may trace otherwise
-        part = lambda x: jax.ShapeDtypeStruct((x.shape[0] // ranks, *x.shape[1:]), x.dtype) if x.ndim else x
-        own = replace(self.mode, batch_norm_axes=())
-
-        names = list[str]()
+        own, names = replace(self.mode, batch_norm_axes=()), list[str]()
 
         def alone(variables: Variables, key: jax.Array, given: list) -> list[Any]:
             named = dict(zip(arrays, given, strict=True))
@@ -838,33 +831,11 @@ class Forward:
             names[:] = found
             return list(found.values())
 
-        whole = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays.values()]
-        call = functools.partial(called_with, alone, self.model.shapes, jax.random.key(0))
-        of_all, of_rank = call(whole), call(list(map(part, whole)))
-        instead = "call model.module(x), whose rows are not divided, or"
-        if same := drawn_alike(of_all, of_rank):
-            raise ValueError(
-                f"this call draws random numbers for rows from a key that is the same on all ranks: {'; '.join(same)}. Rows of "
-                f"different ranks would get the same numbers: draw them before, and give them to the call as arrays of rows; "
-                f"{instead} draw from random streams of the model's own (nnx.Rngs in it, self.make_rng)"
-            )
-        averages = self.model.synchronized()
-        normed = self.mode.training is not False and any(map(averages, named_leaves(self.model.shapes.state)))
-        if normed or not self.mode.batch_norm_axes:
-            return  # what BatchNorm joins over ranks mixes rows as it is meant to
-        if found := not_apart_in(of_all, of_rank, ranks):
-            warn(
-                "the code of this call mixes rows of the batch, or is not known to keep them apart: "
-                f"{'; '.join(found[:5])}. Every rank has its own rows alone in this call, which may be something else than on "
-                f"one device: {instead} mix rows in the loss function, which has the whole batch"
-            )
-        group = (Group((), ranks),)
-        if numbers := {names[k] or "the result": of_all.made[k].shape for k in unproven(of_all, of_rank, group)}:
-            warn(
-                f"these results have no rows, and are not known to be means over rows: {numbers} (result: shape). Each is the "
-                f"mean of what ranks make of their own rows, which may be something else than on one device: {instead} return "
-                "rows"
-            )
+        normed = self.mode.training is not False and any(
+            map(self.model.synchronized(), named_leaves(self.model.shapes.state))
+        )
+        meant = normed or not self.mode.batch_norm_axes  # what BatchNorm joins over ranks mixes rows as it is meant to
+        look_at_rows(alone, self.model.shapes, list(arrays.values()), ranks, names, meant=meant)
 
     def _outputs(self, variables: Variables, arrays: Arrays, static: tuple, layout: BatchLayout) -> PyTree:
         """The shapes of one rank's outputs for a batch that is split by `layout`."""
@@ -896,6 +867,59 @@ class Forward:
         raise ValueError(
             f"the model returned an array of shape {out.shape} and dtype {out.dtype} without a batch dim: it may differ from "
             "rank to rank and has no mean. Return it as a float, or call the model through a loss_fn"
+        )
+
+
+def look_at_rows(
+    alone: Callable[..., list[Any]],
+    shapes: PyTree,
+    arrays: Sequence[Any],
+    ranks: int,
+    names: Sequence[str],
+    *,
+    meant: bool,
+) -> None:
+    """Looks at a call on a rank's rows alone (see `Forward._look_at_rows`).
+
+    Args:
+      alone: `alone(variables, key, arrays) -> results`, the call on one device.
+      shapes: the shapes of its variables.
+      arrays: its arrays.
+      ranks: among how many their rows are divided.
+      names: the names of its results, once it is traced.
+      meant: whether its code mixes a rank's rows as it is meant to.
+    """
+    from axonml_jax.meaning.mixing import called_with, drawn_alike, not_apart_in
+    from axonml_jax.meaning.numbers import unproven
+    from axonml_jax.meaning.places import Group
+
+    part = lambda x: jax.ShapeDtypeStruct((x.shape[0] // ranks, *x.shape[1:]), x.dtype) if x.ndim else x
+    whole = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    of_all, of_rank = (
+        called_with(alone, shapes, jax.random.key(0), given) for given in (whole, list(map(part, whole)))
+    )
+    instead = "call model.module(x), whose rows are not divided, or"
+    if same := drawn_alike(of_all, of_rank):
+        raise ValueError(
+            f"this call draws random numbers for rows from a key that is the same on all ranks: {'; '.join(same)}. Rows of "
+            f"different ranks would get the same numbers: draw them before, and give them to the call as arrays of rows; "
+            f"{instead} draw from random streams of the model's own (nnx.Rngs in it, self.make_rng)"
+        )
+    if meant:
+        return
+    if found := not_apart_in(of_all, of_rank, ranks):
+        warn(
+            "the code of this call mixes rows of the batch, or is not known to keep them apart: "
+            f"{'; '.join(found[:5])}. Every rank has its own rows alone in this call, which may be something else than on "
+            f"one device: {instead} mix rows in the loss function, which has the whole batch"
+        )
+    if numbers := {
+        names[k] or "the result": of_all.made[k].shape for k in unproven(of_all, of_rank, (Group((), ranks),))
+    }:
+        warn(
+            f"these results have no rows, and are not known to be means over rows: {numbers} (result: shape). Each is the "
+            f"mean of what ranks make of their own rows, which may be something else than on one device: {instead} return "
+            "rows"
         )
 
 
