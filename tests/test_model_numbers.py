@@ -7,6 +7,7 @@ import optax
 import pytest
 from flax import linen, nnx
 from meshes import mesh_of
+from plan_models import linear
 
 import axonml_jax as ax
 
@@ -156,7 +157,7 @@ def test_in_microbatches_and_beside_split_layers_what_is_no_mean_is_refused(name
 
 
 def _penalty(model, b):
-    return jnp.sqrt((jax.grad(lambda x: model(x).sum())(b["x"]) ** 2).sum())
+    return jnp.sqrt((jax.grad(lambda x: model(x).sum())(b["x"].astype(float)) ** 2).sum())
 
 
 def _mapped(model, b):
@@ -180,6 +181,26 @@ def test_in_microbatches_a_loss_is_refused_by_what_it_does_and_its_line(loss_fn,
     trainer = ax.DDP(Net(masked), mesh_of(data=4)).trainer(optax.sgd(0.1), loss_fn, accumulate=2)
     with pytest.raises(ValueError, match=f"^the loss {does}: with microbatches"):
         trainer.step(BATCH)
+
+
+def _by_each_row(model, b):
+    """The remedy that the refusal of a gradient penalty names."""
+    slopes = jax.vmap(jax.grad(lambda row: model(row[None])[0, 0]))(b["x"].astype(float))
+    return ((jnp.linalg.norm(slopes, axis=-1) - 1) ** 2).mean()
+
+
+def test_a_gradient_penalty_is_refused_in_microbatches_with_a_remedy_that_works():
+    whole = lambda model, b: (
+        (jnp.linalg.norm(jax.grad(lambda x: model(x).sum())(b["x"].astype(float)), axis=-1) - 1) ** 2
+    ).mean()
+    step = lambda loss: (
+        ax.DDP(linear(6, 1, nnx.Rngs(0)), mesh_of(data=2))
+        .trainer(optax.sgd(0.1), loss, accumulate=2)
+        .step(BATCH)["loss"]
+    )
+    with pytest.raises(ValueError, match=r"Differentiate by each row, jax.vmap\(jax.grad\("):
+        step(whole)
+    np.testing.assert_allclose(step(_by_each_row), whole(linear(6, 1, nnx.Rngs(0)), BATCH), rtol=1e-9)
 
 
 def test_a_proven_mean_stays_one_call_of_the_model():

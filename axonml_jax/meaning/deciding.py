@@ -46,11 +46,19 @@ def unknown(why: str) -> ValueError:
     Args:
       why: the reason, in words that follow "the loss".
     """
+    own = next((remedy for start, remedy in _REMEDIES.items() if why.startswith(start)), "")
     return ValueError(
         f"the loss {why}: with microbatches, a `context` axis or tensor layers its value over the global batch cannot be "
-        "derived. Return per-row values from the model, take sizes from the batch (x.shape), or return "
+        f"derived. {own}Return per-row values from the model, take sizes from the batch (x.shape), or return "
         "ax.WeightedMean(total, weight), two sums over the rows (and positions) that the loss is given"
     )
+
+
+_REMEDIES = {
+    "differentiates": "Differentiate by each row, jax.vmap(jax.grad(lambda row: model(row[None])[0, 0]))(x). ",
+    "changes the model's variables before": "Change them after the last call of the model. ",
+}
+"""What helps in the way of a loss that begins so, before what helps any."""
 
 
 def whole_alone(error: Exception) -> ValueError:

@@ -297,10 +297,13 @@ def check_batch(layout: BatchLayout, batch: PyTree, microbatches: int = 1) -> No
     size, *others = {shape[0] for shape in split.values()}
     if others:
         raise ValueError(
-            "the batch's leaves differ in the size of dim 0, which is the batch dim of all of them (an array without rows does "
-            "not belong in the batch: keep it in the model, or let the loss close over it, which makes it a constant from the "
-            f"first step on; a random key must be jax.random.key(seed), which has no dim; rows that are another dim, as in "
-            f"time-major sequences, are put first, np.swapaxes(x, 0, 1)):\n{named(split)}"
+            "the batch's leaves differ in the size of dim 0, which is the batch dim of all of them:\n"
+            f"{named(split)}\n"
+            "rows of several kinds (labelled and unlabelled ones) go in as groups, [7 * B, d] as [B, 7, d], which the loss "
+            "flattens; graphs are padded and stacked, and the loss maps the model over them (jax.vmap). Rows that are another "
+            "dim, as in time-major sequences, are put first, np.swapaxes(x, 0, 1). A random key must be jax.random.key(seed), "
+            "which has no dim. An array without rows does not belong in the batch: keep it in the model, or let the loss close "
+            "over it, which makes it a constant from the first step on"
         )
     if not size:
         raise ValueError(f"the batch is empty, its leaves have no rows:\n{named(split)}\nskip it, or give it rows")
