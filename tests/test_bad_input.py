@@ -34,7 +34,10 @@ MESHES = {
     "two open degrees": (lambda: ax.make_mesh(data=-1, tensor=-1), ["data=-1, tensor=-1", "one axis at most"]),
     "degree zero": (lambda: ax.make_mesh(data=0), ["data=0", "int >= 1"]),
     "an unknown axis": (lambda: ax.make_mesh(dta=8), ["'dta'", "did you mean 'data'"]),
-    "a mesh with an unknown axis": (lambda: ddp(jax.make_mesh((2,), ("rows",))), ["['rows']", "data, pipe", "'data'"]),
+    "a mesh with an unknown axis": (
+        lambda: ddp(jax.make_mesh((2,), ("rows",))),
+        ["['rows']", "data, pipe", "ax.Plan(axes={'rows': "],
+    ),
     "two names for one axis": (lambda: ddp(jax.make_mesh((2, 2), ("dp", "data"))), ["['dp', 'data']", "share a name"]),
     "no mesh at all": (lambda: ddp("data"), ["'data' is no mesh", "jax.sharding.Mesh, a World, a ProcessGroup"]),
     "a number of devices": (lambda: ddp(4), ["4 is no mesh", "jax.sharding.Mesh"]),
