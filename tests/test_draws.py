@@ -582,6 +582,16 @@ def test_draws_by_keys_of_rows_are_a_rows_own(kind, settings):
         np.testing.assert_allclose(trainer.step(BATCH)["loss"], loss(make(), BATCH), rtol=1e-12)
 
 
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}], ids=["ddp", "accumulate"])
+def test_a_call_of_the_module_itself_draws_by_the_key_that_the_loss_gives(settings):
+    module = NoisyLinen()
+    variables = module.init({"params": jax.random.key(0), "dropout": KEY}, BATCH["x"])
+    drawn = lambda params, b: (module.apply({"params": params}, b["x"], rngs={"dropout": KEY}) ** 2).mean()
+    parallel = ax.parallelize(module, mesh_of(data=2), ax.Plan(**settings), params=variables)
+    found = parallel.trainer(optax.sgd(0.1), lambda model, b: drawn(model.params, b)).step(BATCH)["loss"]
+    np.testing.assert_allclose(found, drawn(variables["params"], BATCH), rtol=1e-9)
+
+
 def test_a_model_that_asks_for_a_key_gets_those_of_a_module_around_it():
     trainer = ax.DDP(OfStreams(), mesh_of(data=2)).trainer(
         optax.sgd(0.1), squares(None, lambda m, x: m(x)), accumulate=2
