@@ -563,3 +563,62 @@ def test_a_call_names_numbers_that_may_be_no_means_over_rows(kind):
     wanted = WithNumber(NO_MEANS[kind])(BATCH["x"])[1]["number"]
     assert np.abs(found - wanted).max() > 1e-6
     np.testing.assert_allclose(model.module(BATCH["x"])[1]["number"], wanted, rtol=1e-12)
+
+
+def with_number(model, batch):
+    made, own = model(batch["x"])
+    return ((made - batch["y"]) ** 2).mean() + own["number"].sum(), {"number": own["number"]}
+
+
+OF_ALL_ROWS = {
+    "the smallest four": lambda h: jnp.sort(h, 0)[:4].mean(),
+    "the largest three": lambda h: jax.lax.top_k(h[:, 0], 3)[0].mean(),
+    "a median": jnp.median,
+    "the last sum": lambda h: jnp.cumsum(h, 0)[-1].mean() ** 2,
+}
+APART_BUT_UNPROVEN = {
+    "loops of each row": lambda h: jax.vmap(until_half)(h).mean(),
+    "a choice": lambda h: jax.vmap(lambda row: jax.lax.cond(row[0] > 0, jnp.sin, jnp.cos, row))(h).mean(),
+    "sorted features": lambda h: jnp.sort(h, -1)[:, 0].mean(),
+    "rows one after the other": lambda h: jax.lax.map(lambda row: jnp.sort(row)[0], h).mean(),
+}
+OF_UNKNOWN_ROWS = {
+    "until all are small": lambda h: jax.lax.while_loop(lambda s: s < jnp.abs(h).max(), lambda s: s + 0.1, 0.0),
+    "the row of the largest": lambda h: h[jnp.argmax(h[:, 0])].sum(),
+    "a determinant": lambda h: jnp.linalg.slogdet(h.T @ h + jnp.eye(3))[1],
+    "by NumPy": lambda h: jax.pure_callback(
+        lambda a: np.median(a), jax.ShapeDtypeStruct((), h.dtype), jax.lax.stop_gradient(h)
+    ),
+}
+
+
+def until_half(row):
+    return jax.lax.while_loop(lambda r: jnp.abs(r).max() > 0.5, lambda r: 0.7 * r, jax.lax.stop_gradient(row))
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+@pytest.mark.parametrize("kind", OF_ALL_ROWS | APART_BUT_UNPROVEN)
+def test_numbers_that_a_model_makes_of_rows_are_those_of_one_device(kind, plan):
+    degrees, settings = PLANS[plan]
+    model = WithNumber((OF_ALL_ROWS | APART_BUT_UNPROVEN)[kind])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="it is not known")
+        assert_equals_single_device(model, with_number, BATCH, settings, mesh=mesh_of(degrees), steps=2)
+
+
+@pytest.mark.parametrize("kind", OF_UNKNOWN_ROWS)
+def test_numbers_of_which_it_is_not_known_are_named(kind):
+    trainer = ax.DDP(WithNumber(OF_UNKNOWN_ROWS[kind]), mesh_of(data=4)).trainer(optax.sgd(0.1), with_number)
+    with pytest.warns(
+        UserWarning, match=r"not known whether the model's code keeps rows .*\(line \d+ of test_mixing.py"
+    ):
+        trainer.step(BATCH)
+
+
+def test_numbers_that_the_loss_does_not_read_are_left_alone():
+    trainer = ax.DDP(WithNumber(jnp.median), mesh_of(data=4)).trainer(
+        optax.sgd(0.1), lambda model, batch: (model(batch["x"])[0] ** 2).mean()
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.step(BATCH)

@@ -18,7 +18,7 @@ with these.
 
 import math
 import operator
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -268,11 +268,13 @@ class Lost(NamedTuple):
       note: the operation, with the user's line.
       mixes: whether it is certain that rows are mixed in it.
       numbered: whether it takes rows by their numbers, so that only those numbers tell what it mixes.
+      sums: whether it is a sum over rows.
     """
 
     note: str
     mixes: bool
     numbered: bool = False
+    sums: bool = False
 
 
 _BETWEEN = """
@@ -286,7 +288,7 @@ _KERNELS = ("dot_product_attention", "ffi_call", "pallas_call")
 """What the names of kernels begin with; each is taken to keep rows apart."""
 
 
-def not_apart(whole: Call, local: Call, ranks: int, axes: Container[str]) -> list[Lost]:
+def not_apart(whole: Call, local: Call, ranks: int, axes: Container[str], numbers: Mapping[int, bool]) -> list[Lost]:
     """The operations of a call that are not known to keep rows apart, and that reach the rows that it returns.
 
     The rules by which a loss is run on ranks' rows (`places.py`) say of every operation where its results are. An operation
@@ -297,6 +299,8 @@ def not_apart(whole: Call, local: Call, ranks: int, axes: Container[str]) -> lis
       whole, local: the call, noted at the whole batch's shapes and at a rank's.
       ranks: the number of ranks.
       axes: mesh axes over which a collective makes values of the whole batch.
+      numbers: results without rows that are not known to be means over rows, which these operations may reach too, with
+        whether each is one if no operation but sums loses rows.
     """
     group, count = Group((), ranks), whole.out_rest.count(None)
     if not whole.alike(local) or whole.traced is None:
@@ -307,6 +311,9 @@ def not_apart(whole: Call, local: Call, ranks: int, axes: Container[str]) -> lis
     made = results(program, [_NOTHING] * len(program.inputs), walk.facts, _NOTHING)[:count]
     pairs = zip(whole.made[:count], local.made[:count], strict=True)
     found = [own for own, (a, b) in zip(made, pairs, strict=True) if _place(a.shape, b.shape, group) is not None]
+    for k, is_mean in numbers.items():
+        others = frozenset(lost for lost in made[k] if not lost.sums)
+        found.append(others if others or is_mean else made[k])
     return sorted(frozenset[Lost]().union(*found))
 
 
@@ -325,7 +332,7 @@ def not_apart_in(whole: Call, local: Call, ranks: int) -> list[str]:
       ranks: the number of ranks.
     """
     with following("rows that are kept apart"):
-        lost, numbering = not_apart(whole, local, ranks, ()), numbering_inside([whole], [local], ranks)
+        lost, numbering = not_apart(whole, local, ranks, (), {}), numbering_inside([whole], [local], ranks)
         return list(dict.fromkeys([*(each.note for each in numbering.unseen(lost)), *numbering.found]))
     return []
 
@@ -384,7 +391,7 @@ class _Apart(Following):
                 self._note([False] * len(op.made), numbered=True)
         moved = [k for k, place in enumerate(places) if isinstance(place, Split) and place != step.wanted[k]]
         if moved or (_has_split(places) and not all(map(_has_split, [[place] for place in step.made]))):
-            self._note(_certain(op, places, moved))
+            self._note(_certain(op, places, moved), sums=not moved and step.made == (SUM,))
         return [step]
 
     def held(self, made: Sequence[Places], found: Sequence[Places]) -> None:
@@ -405,11 +412,11 @@ class _Apart(Following):
             return carry, stacks
         return [], [(Split(0),)] * len(stacks)
 
-    def _note(self, mixes: Sequence[bool], *, numbered: bool = False) -> None:
+    def _note(self, mixes: Sequence[bool], *, numbered: bool = False, sums: bool = False) -> None:
         equation = self._at[-1]
         if not is_ours(equation.op):
             note = f"{equation.name} ({equation.op.line or 'no line known'})"
-            self.lost[equation] = [Lost(note, each, numbered) for each in mixes]
+            self.lost[equation] = [Lost(note, each, numbered, sums) for each in mixes]
 
     def facts(self, equation: Equation, operands: list[frozenset[Lost]]) -> list[frozenset[Lost]]:
         """What the results of an equation depend on that has lost rows, from what its operands do."""

@@ -6,7 +6,7 @@ is then taken with the model's own code. Where a step of the way is not known, n
 takes the mean in any case, names what is not proven to be one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -39,33 +39,48 @@ def mixes_rows(whole: Call, local: Call, groups: Sequence[Group]) -> bool:
       whole, local: the call, noted at the whole batch's shapes and at a rank's.
       groups: the groups of ranks.
     """
+    walk = Numbers(groups)
+    no_mean = lambda known: known is MIXED or known.literal or (known.is_sum and known.factor != walk.parts)
+    return any(map(no_mean, _walked(walk, whole, local).values()))
+
+
+def _walked(walk: "Numbers", whole: Call, local: Call) -> dict[int, Known]:
+    """What is known of the results of a call without rows, by their numbers; none where the traces cannot be walked."""
     pairs = list(zip(whole.made, local.made, strict=True))[: whole.out_rest.count(None)]
     numbers = [k for k, (a, b) in enumerate(pairs) if a.shape == b.shape]
     if not numbers or whole.traced is None or local.traced is None:
-        return False
-    walk = Numbers(groups)
+        return {}
     try:
         of_all, of_rank = (read_program(each.traced, all_but_named) for each in (whole, local))
         rows = [walk.placed(a.shape, b.shape) for a, b in zip(whole.given, local.given, strict=True)]
-        fixed = [Known((None,) * len(groups))] * (len(of_all.inputs) - len(rows))
+        fixed = [Known((None,) * len(walk.groups))] * (len(of_all.inputs) - len(rows))
         found = walk.program(of_all, of_rank, [*fixed, *rows])
     except (NotProven, Unclear):
-        return False
-    no_mean = lambda known: known is MIXED or known.literal or (known.is_sum and known.factor != walk.parts)
-    return any(no_mean(found[k]) for k in numbers)
+        return {}
+    return {k: found[k] for k in numbers}
 
 
-def unproven(whole: Call, local: Call, groups: Sequence[Group]) -> list[int]:
+def unproven(whole: Call, local: Call, groups: Sequence[Group], axes: Container[str] = ()) -> dict[int, bool]:
     """The floats that a call returns without rows, and that are not proven to be means of the ranks', or the same on all.
+
+    With each whether it is a mean if what cannot be followed keeps rows apart.
 
     Args:
       whole, local: the call, noted at the whole batch's shapes and at a rank's.
       groups: the groups of ranks.
+      axes: mesh axes over which a collective makes values of the whole batch.
     """
-    of_all, of_rank = (read_program(each.traced, all_but_named) for each in (whole, local))
-    pairs = zip(whole.made, local.made, strict=True)
+    pairs = list(zip(whole.made, local.made, strict=True))[: whole.out_rest.count(None)]
     numbers = [k for k, (a, b) in enumerate(pairs) if a.shape == b.shape and jnp.issubdtype(a.dtype, jnp.inexact)]
-    return [k for k in numbers if not _is_proven(_only(of_all, k), _only(of_rank, k), (whole, local), groups)]
+    if not numbers:
+        return {}
+    of_all, of_rank = (read_program(each.traced, all_but_named) for each in (whole, local))
+    proven = lambda k: _is_proven(_only(of_all, k), _only(of_rank, k), (whole, local), groups, axes)
+    if not (others := [k for k in numbers if not proven(k)]):
+        return {}
+    found = _walked(walk := Numbers(groups), whole, local)
+    seems = lambda known: known is not None and known.is_sum and known.factor == walk.parts
+    return {k: seems(found.get(k)) for k in others}
 
 
 def _only(program: Program, k: int) -> Program:
@@ -74,8 +89,10 @@ def _only(program: Program, k: int) -> Program:
     return replace(program, outputs=wanted, equations=tuple(made_by(program.equations, wanted)))
 
 
-def _is_proven(of_all: Program, of_rank: Program, calls: Sequence[Call], groups: Sequence[Group]) -> bool:
-    walk = Numbers(groups, strict=True)
+def _is_proven(
+    of_all: Program, of_rank: Program, calls: Sequence[Call], groups: Sequence[Group], axes: Container[str]
+) -> bool:
+    walk = Proof(groups, axes)
     try:
         rows = [walk.placed(a.shape, b.shape) for a, b in zip(*(call.given for call in calls), strict=True)]
         fixed = [Known((None,) * len(groups))] * (len(of_all.inputs) - len(rows))
@@ -86,16 +103,7 @@ def _is_proven(of_all: Program, of_rank: Program, calls: Sequence[Call], groups:
 
 
 class Numbers(Walk):
-    """Walks two traces of a call side by side, and goes on where a value is not known.
-
-    Args:
-      groups: the groups of ranks.
-      strict: it does not go on there.
-    """
-
-    def __init__(self, groups: Sequence[Group], *, strict: bool = False):
-        super().__init__(groups)
-        self._strict = strict
+    """Walks two traces of a call side by side, and goes on where a value is not known."""
 
     def placed(self, whole: Sequence[int], own: Sequence[int]) -> Known:
         """The places of a value by its two shapes: it has rows where they differ."""
@@ -106,21 +114,22 @@ class Numbers(Walk):
             return [MIXED] * len(equation.outputs)
         if any(known is UNKNOWN for known in given):
             return self._by_shape(equation, own)
-        if equation.name in ("scatter-add", "scatter_add") and any(any(known.places) for known in given[1:]):
-            return [Known(tuple(SUM for _ in self.groups))]
         try:
-            if rule_of(equation.name).kind == "random":  # every shard draws its rows' own
-                pairs = zip(equation.op.made, own.op.made, strict=True)
-                return [self.placed(np.shape(a), np.shape(b)) for a, b in pairs]
-            if equation.op.scan is not None and own.op.scan is not None:
-                return self._scan(equation, own, given)
-            return super()._equation(equation, own, given)
+            return self._proven(equation, own, given)
         except (NotProven, Unclear):
-            if self._strict:
-                raise
             return (
                 [MIXED] * len(equation.outputs) if self._mixes(equation, own, given) else self._by_shape(equation, own)
             )
+
+    def _proven(self, equation: Equation, own: Equation, given: list[Known]) -> list[Known]:
+        if equation.name in ("scatter-add", "scatter_add") and any(any(known.places) for known in given[1:]):
+            return [Known(tuple(SUM for _ in self.groups))]
+        if rule_of(equation.name).kind == "random":  # every shard draws its rows' own
+            pairs = zip(equation.op.made, own.op.made, strict=True)
+            return [self.placed(np.shape(a), np.shape(b)) for a, b in pairs]
+        if equation.op.scan is not None and own.op.scan is not None:
+            return self._scan(equation, own, given)
+        return super()._equation(equation, own, given)
 
     @staticmethod
     def _mixes(equation: Equation, own: Equation, given: list[Known]) -> bool:
@@ -165,3 +174,21 @@ class Numbers(Walk):
 def _stacked(known: Known) -> Known:
     """Slices stacked along dim 0; what is not known stays so."""
     return known if known is UNKNOWN or known is MIXED else replace(known, places=shifted(known.places, 1))
+
+
+class Proof(Numbers):
+    """Walks two traces of a call side by side, and ends where a value is not known.
+
+    Args:
+      groups: the groups of ranks.
+      axes: see `unproven`.
+    """
+
+    def __init__(self, groups: Sequence[Group], axes: Container[str]):
+        super().__init__(groups)
+        self._axes = axes
+
+    def _equation(self, equation: Equation, own: Equation, given: list[Known]) -> list[Known]:
+        if rule_of(equation.name).sends is not None and any(axis in self._axes for axis in equation.op.mesh_axes):
+            return [Known((None,) * len(self.groups))] * len(equation.outputs)
+        return self._proven(equation, own, given)
