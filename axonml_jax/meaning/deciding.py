@@ -293,13 +293,18 @@ def _lost(asked: Asked, traced: TracedAt) -> list[Lost]:
     from axonml_jax.meaning.numbers import unproven
 
     axes, found = asked.typed_axes, set[Lost]()
-    for whole, own, count in _pairs(asked, traced):
+    pairs = _pairs(asked, traced)
+    for whole, own, count in pairs:
         with following("rows that are kept apart"):
-            for number, (a, b) in enumerate(zip(whole, own, strict=True)):
-                numbers = unproven(a, b, (Group((), count),), axes) if a.alike(b) and a.returns_numbers(b) else {}
-                read = _read_of(traced(()), number, len(a.made)) if numbers else ()
-                found.update(not_apart(a, b, count, axes, {k: numbers[k] for k in read if k in numbers}))
-            return sorted(found)
+            for a, b in zip(whole, own, strict=True):
+                found.update(not_apart(a, b, count, axes, {}))
+            if any(a.alike(b) and a.returns_numbers(b) for a, b in zip(whole, own, strict=True)):
+                whole, own, count = next(pairs, (whole, own, count))  # of one row a mean may be traced otherwise
+                for number, (a, b) in enumerate(zip(whole, own, strict=True)):
+                    numbers = unproven(a, b, (Group((), count),), axes) if a.alike(b) else {}
+                    read = _read_of(traced(()), number, len(a.made)) if numbers else ()
+                    found.update(not_apart(a, b, count, axes, {k: numbers[k] for k in read if k in numbers}))
+        return sorted(found)
     return []
 
 

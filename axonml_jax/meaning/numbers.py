@@ -78,7 +78,7 @@ def unproven(whole: Call, local: Call, groups: Sequence[Group], axes: Container[
     proven = lambda k: _is_proven(_only(of_all, k), _only(of_rank, k), (whole, local), groups, axes)
     if not (others := [k for k in numbers if not proven(k)]):
         return {}
-    found = _walked(walk := Numbers(groups), whole, local)
+    found = _walked(walk := Guarded(groups), whole, local)
     seems = lambda known: known is not None and known.is_sum and known.factor == walk.parts
     return {k: seems(found.get(k)) for k in others}
 
@@ -174,6 +174,20 @@ class Numbers(Walk):
 def _stacked(known: Known) -> Known:
     """Slices stacked along dim 0; what is not known stays so."""
     return known if known is UNKNOWN or known is MIXED else replace(known, places=shifted(known.places, 1))
+
+
+class Guarded(Numbers):
+    """Takes a mean that is chosen, or a constant in its place, for that mean: such choices guard it."""
+
+    def _equation(self, equation: Equation, own: Equation, given: list[Known]) -> list[Known]:
+        means = [known for known in given[1:] if known.is_sum and known.factor == self.parts]
+        if (
+            equation.name == "select_n"
+            and means
+            and all(known in means or not any(known.places) for known in given[1:])
+        ):
+            return [means[0]]
+        return super()._equation(equation, own, given)
 
 
 class Proof(Numbers):
