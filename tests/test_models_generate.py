@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -199,7 +200,7 @@ class Extending(Plain):
 
 class Pair(Plain):
     def __call__(self, tokens):
-        return super().__call__(tokens), {"aux": 0.0 * tokens.sum()}
+        return super().__call__(tokens), {"aux": jnp.zeros(())}
 
 
 HELD = {
