@@ -262,7 +262,7 @@ def test_no_file_is_named_after_nothing():
 
 CEILINGS = {
     "files with more than five lines of code": 204,
-    "lines of code": 60_000,
+    "lines of code": 60_100,
     "arrows between files": 1_449,
     "methods of the widest class": 29,
     "modules that `ax.DDP` imports": 46,

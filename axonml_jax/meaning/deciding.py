@@ -290,8 +290,6 @@ def _mixes(asked: Asked, traced: TracedAt, inlines: bool) -> bool:
 
 def _lost(asked: Asked, traced: TracedAt) -> list[Lost]:
     """Where the model's own code is not known to keep rows apart; none where its traces do not say."""
-    from axonml_jax.meaning.numbers import unproven
-
     axes, found = asked.typed_axes, set[Lost]()
     pairs = _pairs(asked, traced)
     for whole, own, count in pairs:
@@ -299,6 +297,8 @@ def _lost(asked: Asked, traced: TracedAt) -> list[Lost]:
             for a, b in zip(whole, own, strict=True):
                 found.update(not_apart(a, b, count, axes, {}))
             if any(a.alike(b) and a.returns_numbers(b) for a, b in zip(whole, own, strict=True)):
+                from axonml_jax.meaning.numbers import unproven
+
                 whole, own, count = next(pairs, (whole, own, count))  # of one row a mean may be traced otherwise
                 for number, (a, b) in enumerate(zip(whole, own, strict=True)):
                     numbers = unproven(a, b, (Group((), count),), axes) if a.alike(b) else {}
