@@ -95,7 +95,10 @@ class Walk:
 
     def program(self, whole: Program, local: Program, given: Sequence[Known]) -> list[Known]:
         """Derives how each result of a program is made of the ranks' values (`Known`), from the same of its inputs."""
-        if len(whole.equations) != len(local.equations):
+        sizes = lambda program: [
+            len(x) for x in (program.equations, program.inputs, program.constants, program.outputs)
+        ]
+        if sizes(whole) != sizes(local):
             raise NotProven
         env, names = dict(zip(whole.inputs, given, strict=True)), dict(zip(local.inputs, whole.inputs, strict=True))
         for (number, value), (other, own) in zip(whole.constants.items(), local.constants.items(), strict=True):
@@ -103,6 +106,8 @@ class Walk:
                 raise NotProven
             env[number], names[other] = Known((None,) * len(self.groups)), number
         for equation, own in zip(whole.equations, local.equations, strict=True):
+            if len(equation.inputs) != len(own.inputs) or len(equation.outputs) != len(own.outputs):
+                raise NotProven
             read = [self._atom(a, b, env, names) for a, b in zip(equation.inputs, own.inputs, strict=True)]
             made = self._equation(equation, own, read)
             for number, other, known in zip(equation.outputs, own.outputs, made, strict=True):
