@@ -197,7 +197,7 @@ def test_a_gradient_penalty_is_refused_in_microbatches_with_a_remedy_that_works(
     step = lambda loss: (
         ax.DDP(critic(), mesh_of(data=2)).trainer(optax.sgd(0.1), loss, accumulate=2).step(BATCH)["loss"]
     )
-    with pytest.raises(ValueError, match=r"Differentiate by each row, jax.vmap\(jax.grad\("):
+    with pytest.raises(ValueError, match=r"differentiates by the rows, do so one by one, jax.vmap\(jax.grad\("):
         step(whole)
     np.testing.assert_allclose(step(_by_each_row), whole(critic(), BATCH), rtol=1e-9)
 

@@ -3,7 +3,7 @@
 # What a rule says of places holds types apart, which the checker does not see.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false, reportCallIssue=false
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -55,7 +55,8 @@ def unknown(why: str) -> ValueError:
 
 
 _REMEDIES = {
-    "differentiates": "Differentiate by each row, jax.vmap(jax.grad(lambda row: model(row[None])[0, 0]))(x). ",
+    "differentiates": "Where it differentiates by the rows, do so one by one, "
+    "jax.vmap(jax.grad(lambda row: model(row[None])[0, 0]))(x). ",
     "changes the model's variables before": "Change them after the last call of the model. ",
 }
 """What helps in the way of a loss that begins so, before what helps any."""
@@ -297,26 +298,37 @@ def _lost(asked: Asked, traced: TracedAt) -> list[Lost]:
             for a, b in zip(whole, own, strict=True):
                 found.update(not_apart(a, b, count, axes, {}))
             if any(a.alike(b) and a.returns_numbers(b) for a, b in zip(whole, own, strict=True)):
-                from axonml_jax.meaning.numbers import unproven
-
                 whole, own, count = next(pairs, (whole, own, count))  # of one row a mean may be traced otherwise
-                for number, (a, b) in enumerate(zip(whole, own, strict=True)):
-                    numbers = unproven(a, b, (Group((), count),), axes) if a.alike(b) else {}
-                    read = _read_of(traced(()), number, len(a.made)) if numbers else ()
-                    found.update(not_apart(a, b, count, axes, {k: numbers[k] for k in read if k in numbers}))
+                found.update(_lost_in_numbers(traced(()), whole, own, count, axes))
         return sorted(found)
     return []
 
 
+def _lost_in_numbers(
+    loss: Traced, whole: Sequence[Call], own: Sequence[Call], count: int, axes: Container[str]
+) -> set[Lost]:
+    """What loses rows on the way to the numbers that a loss reads and that are not known to be means over rows."""
+    from axonml_jax.meaning.numbers import unproven
+
+    found = set[Lost]()
+    for number, (a, b) in enumerate(zip(whole, own, strict=True)):
+        numbers = unproven(a, b, (Group((), count),), axes) if a.alike(b) else {}
+        read = _read_of(loss, number, len(a.made)) if numbers else ()
+        if unclear := {k: numbers[k] for k in read if k in numbers}:
+            found.update(not_apart(a, b, count, axes, unclear))
+    return found
+
+
 def _numbering(asked: Asked, traced: TracedAt) -> Numbering:
     """Where the model's own code reads the number of rows, or their numbers, at a rank's part or at half the batch."""
-    found = Numbering([], known=False)
+    found, known = list[str](), False
     for whole, own, count in _pairs(asked, traced):
         with following("rows by their numbers"):
-            found = numbering_inside(whole, own, count, asked.model.state_joins())
-            if found.known:
-                break
-    return found
+            each = numbering_inside(whole, own, count, asked.model.state_joins())
+            found, known = [*found, *each.found], each.known
+        if known:
+            break
+    return Numbering(list(dict.fromkeys(found)), known)
 
 
 def _own_gradients(asked: Asked, traced: TracedAt) -> list[str]:

@@ -14,6 +14,9 @@ differs between both, or an iota along the rows, that meets floats with rows; ro
 into state of a fixed size, such as a queue of features. A number that scales rows which are only summed then makes a mean.
 What meets indices, counts or values of rows that cannot be followed is not taken for it: routers of experts and padding work
 with these.
+
+Of all else it is asked whether it is known to keep rows apart (`not_apart`), by the rules by which losses are run on ranks'
+rows; what is not is named. Draws for rows by a key that is the same on all ranks are found by both traces (`drawn_alike`).
 """
 
 import math

@@ -2,8 +2,8 @@
 
 Of a call of the model shapes alone are known, and a number without rows is taken as the mean of the ranks'. Here its traces at
 both shapes are walked side by side (`plain_mean.py`). What is known to be no such mean, as a sum, a masked mean or a maximum,
-is then taken with the model's own code. Where a step of the way is not known, nothing is said; a call outside of a loss, which
-takes the mean in any case, names what is not proven to be one.
+is then taken with the model's own code. Of what is not proven to be one, it is asked whether something else than sums loses
+rows on the way to it (`_lost_in_numbers`); a call outside of a loss, which takes the mean in any case, names it.
 """
 
 from collections.abc import Container, Sequence

@@ -620,7 +620,7 @@ class Forward:
         placement, specs = self.placement, self.rest.specs(variables)
         arrays = placement.batch_layout.opened(arrays)
         dims, inner, sizes = self._dims(variables, arrays, static)
-        self._look_at_rows(arrays, static)
+        self._look_at_rows(variables, arrays, static)
         self.row_dims = dims  # the same for any number of rows
 
         def local(variables, key, arrays):
@@ -807,7 +807,7 @@ class Forward:
         fixed = [(None,)] * (len(program.inputs) - len(given))
         return dict(zip(names, Following((group,)).program(program, [*fixed, *given]), strict=True))
 
-    def _look_at_rows(self, arrays: Arrays, static: tuple) -> None:
+    def _look_at_rows(self, variables: Variables, arrays: Arrays, static: tuple) -> None:
         """Refuse draws that would be the same for the rows of all ranks; warns where the model's code may mix rows.
 
         Here every rank has its own rows alone.
@@ -815,13 +815,13 @@ class Forward:
         Raises:
           ValueError: naming these draws.
         """
-        ranks, sizes = (
-            self.placement.ranks(self.placement.batch_layout.rows),
-            {x.shape[0] for x in arrays.values() if x.ndim},
-        )
-        if ranks == 1 or not sizes or min(sizes) < ranks:
+        from axonml_jax.meaning.mixing import called_with, drawn_alike
+
+        axes = self.placement.batch_layout.rows
+        parts, sizes = self.placement.ranks(axes), {x.shape[0] for x in arrays.values() if x.ndim}
+        if parts == 1 or not sizes or min(sizes) < parts:
             return
-        ranks = 2 if min(sizes) == ranks and ranks % 2 == 0 else ranks  # of one row code may trace otherwise
+        parts = 2 if min(sizes) == parts and parts % 2 == 0 else parts  # of one row code may trace otherwise
         own, names = replace(self.mode, batch_norm_axes=()), list[str]()
 
         def alone(variables: Variables, key: jax.Array, given: list) -> list[Any]:
@@ -831,11 +831,25 @@ class Forward:
             names[:] = found
             return list(found.values())
 
-        normed = self.mode.training is not False and any(
-            map(self.model.synchronized(), named_leaves(self.model.shapes.state))
-        )
-        meant = normed or not self.mode.batch_norm_axes  # what BatchNorm joins over ranks mixes rows as it is meant to
-        look_at_rows(alone, self.model.shapes, list(arrays.values()), ranks, names, meant=meant)
+        def called(parts: int) -> Any:
+            part = lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]) if x.ndim else (), x.dtype)
+            return called_with(alone, self.model.shapes, jax.random.key(0), list(map(part, arrays.values())))
+
+        of_all, of_part = called(1), called(parts)
+        if same := drawn_alike(of_all, of_part):
+            raise ValueError(
+                f"this call draws random numbers for rows from a key that is the same on all ranks: {'; '.join(same)}. Rows "
+                "of different ranks would get the same numbers: draw them before, and give them to the call as arrays of "
+                f"rows; {_INSTEAD} draw from random streams of the model's own (nnx.Rngs in it, self.make_rng)"
+            )
+        synchronized = map(self.model.synchronized(), named_leaves(self.model.shapes.state))
+        normed = self.mode.training is not False and any(synchronized)
+        if normed or not self.mode.batch_norm_axes:
+            return  # what BatchNorm joins over ranks mixes rows as it is meant to
+        made_of = functools.cache(
+            lambda: self._made_of_parts(variables, arrays, static)
+        )  # experts may join numbers themselves
+        _warn_of_rows(of_all, of_part, parts, names, lambda name: not made_of()[name].isdisjoint(axes))
 
     def _outputs(self, variables: Variables, arrays: Arrays, static: tuple, layout: BatchLayout) -> PyTree:
         """The shapes of one rank's outputs for a batch that is split by `layout`."""
@@ -870,57 +884,35 @@ class Forward:
         )
 
 
-def look_at_rows(
-    alone: Callable[..., list[Any]],
-    shapes: PyTree,
-    arrays: Sequence[Any],
-    ranks: int,
-    names: Sequence[str],
-    *,
-    meant: bool,
-) -> None:
-    """Looks at a call on a rank's rows alone (see `Forward._look_at_rows`).
+def _warn_of_rows(of_all: Any, of_part: Any, parts: int, names: Sequence[str], differs: Callable[[str], bool]) -> None:
+    """Warns where a call that has a rank's rows alone may make something else of them than one that has all.
 
     Args:
-      alone: `alone(variables, key, arrays) -> results`, the call on one device.
-      shapes: the shapes of its variables.
-      arrays: its arrays.
-      ranks: among how many their rows are divided.
-      names: the names of its results, once it is traced.
-      meant: whether its code mixes a rank's rows as it is meant to.
+      of_all, of_part: the call at the whole batch's shapes, and at a part's.
+      parts: how many there are of these.
+      names: the names of its results.
+      differs: whether ranks make a result, by its name, of their own rows alone.
     """
-    from axonml_jax.meaning.mixing import called_with, drawn_alike, not_apart_in
+    from axonml_jax.meaning.mixing import not_apart_in
     from axonml_jax.meaning.numbers import unproven
     from axonml_jax.meaning.places import Group
 
-    part = lambda x: jax.ShapeDtypeStruct((x.shape[0] // ranks, *x.shape[1:]), x.dtype) if x.ndim else x
-    whole = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-    of_all, of_rank = (
-        called_with(alone, shapes, jax.random.key(0), given) for given in (whole, list(map(part, whole)))
-    )
-    instead = "call model.module(x), whose rows are not divided, or"
-    if same := drawn_alike(of_all, of_rank):
-        raise ValueError(
-            f"this call draws random numbers for rows from a key that is the same on all ranks: {'; '.join(same)}. Rows of "
-            f"different ranks would get the same numbers: draw them before, and give them to the call as arrays of rows; "
-            f"{instead} draw from random streams of the model's own (nnx.Rngs in it, self.make_rng)"
-        )
-    if meant:
-        return
-    if found := not_apart_in(of_all, of_rank, ranks):
+    if found := not_apart_in(of_all, of_part, parts):
         warn(
             "the code of this call mixes rows of the batch, or is not known to keep them apart: "
-            f"{'; '.join(found[:5])}. Every rank has its own rows alone in this call, which may be something else than on "
-            f"one device: {instead} mix rows in the loss function, which has the whole batch"
+            f"{'; '.join(found[:5])}. Every rank has its own rows alone in this call, which may be something else than on one "
+            f"device: {_INSTEAD} mix rows in the loss function, which has the whole batch"
         )
-    if numbers := {
-        names[k] or "the result": of_all.made[k].shape for k in unproven(of_all, of_rank, (Group((), ranks),))
-    }:
+    unclear = [k for k in unproven(of_all, of_part, (Group((), parts),)) if differs(names[k])]
+    if numbers := {names[k] or "the result": of_all.made[k].shape for k in unclear}:
         warn(
             f"these results have no rows, and are not known to be means over rows: {numbers} (result: shape). Each is the "
-            f"mean of what ranks make of their own rows, which may be something else than on one device: {instead} return "
+            f"mean of what ranks make of their own rows, which may be something else than on one device: {_INSTEAD} return "
             "rows"
         )
+
+
+_INSTEAD = "call model.module(x), whose rows are not divided, or"
 
 
 def unpadded_dims(out: Any, split: Mapping[int, Any], shape: tuple[int, ...]) -> Any:
