@@ -12,6 +12,8 @@ from flax import linen, nnx
 from meshes import mesh_of
 
 import axonml_jax as ax
+from axonml_jax.base import named_leaves
+from axonml_jax.layers.experts import RouterState
 from axonml_jax.models.config import TransformerConfig
 from axonml_jax.models.transformer import Transformer
 from axonml_jax.testing.equality import assert_equals_single_device
@@ -296,6 +298,60 @@ def test_rows_that_are_looked_up_are_no_mask():
     ids = np.arange(16) * 5 % 9
     loss = lambda model, ids: ((model(ids) - ids[:, None]) ** 2).mean()
     assert_equals_single_device(Embedded(), loss, ids, mesh=mesh_of(data=4), steps=2)
+
+
+class WithExperts(nnx.Module):
+    """Rows that are mixed behind experts, which send them through sorts and slots, and join their counts over ranks."""
+
+    def __init__(self, mixes, **options):
+        rngs = nnx.Rngs(0)
+        self.experts = ax.ParallelMoE(6, 8, 4, rngs=rngs, **F64, **options)
+        self.last, self.mixes = nnx.Linear(6, 1, rngs=rngs, **F64), mixes
+
+    def __call__(self, x):
+        h, router = self.experts(x[:, None])
+        return self.last(jnp.tanh(self.mixes(h[:, 0]))), router.load_balance
+
+
+def balanced(model, batch):
+    made, balance = model(batch["x"])
+    return ((made - batch["y"]) ** 2).mean() + 0.1 * balance
+
+
+EXPERTS = {
+    "softmax": {},
+    "a bias that is learned": {"router": ax.SigmoidRouter(top_k=2)},
+    "capacity": {"capacity_factor": 1.0},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", ["centred", "by their number"])
+@pytest.mark.parametrize("experts", EXPERTS)
+def test_rows_that_are_mixed_behind_experts_are_those_of_the_whole_batch(experts, kind, plan):
+    degrees, settings = PLANS[plan]
+    make = lambda: WithExperts((MIXING | NUMBERED)[kind], **EXPERTS[experts])
+    parallel, plain = ax.parallelize(make(), mesh_of(degrees), settings), make()
+    trainer, optimizer = parallel.trainer(optax.sgd(0.1), balanced), nnx.Optimizer(plain, optax.sgd(0.1), wrt=nnx.Param)
+    for _ in range(2):
+        loss, grads = nnx.value_and_grad(balanced)(plain, BATCH)
+        optimizer.update(plain, grads)
+        plain.experts.after_update()
+        np.testing.assert_allclose(trainer.step(BATCH)["loss"], loss, rtol=1e-9)
+    wanted = named_leaves(nnx.to_pure_dict(nnx.state(plain, (nnx.Param, RouterState))))
+    for name, found in parallel.state_dict().items():
+        np.testing.assert_allclose(found, wanted[name], rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("plan", [({"data": 2}, ax.Plan(accumulate=2)), ({"expert": 2}, ax.Plan())], ids=str)
+def test_rows_that_are_mixed_behind_split_experts_are_named(plan):
+    degrees, settings = plan
+    for mixes, warns in ((MIXING["centred"], True), (jnp.sin, False)):
+        trainer = ax.parallelize(WithExperts(mixes), mesh_of(degrees), settings).trainer(optax.sgd(0.1), balanced)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            trainer.step(BATCH)
+        assert ["model's code mixes rows" in str(each.message) for each in said] == [True] * warns
 
 
 class FastWeights(nnx.Module):

@@ -452,11 +452,15 @@ class Wrong(nnx.Module):
         return jnp.tanh(self.layer(x))
 
 
-def named_in(model, degrees, options, loss=loss_fn, rows=12):
+def named_in(model, degrees, options, rows=12):
     """The leaves that a step's warnings name as no means."""
+    return said_by(lambda: parallel(degrees, options, model).trainer(TX, loss_fn).step(batch_of(rows)))
+
+
+def said_by(run):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        parallel(degrees, options, model).trainer(TX, loss).step(batch_of(rows))
+        run()
     said = [
         m for each in found if (m := re.search(r"own state depends.*\(others\): (.*?)\. Declare", str(each.message)))
     ]
@@ -479,6 +483,16 @@ def test_state_that_is_known_to_be_no_mean_is_named_in_a_warning(kind, way, unde
     wrong = {Untold: set(Tells.state_joins), Wrong: set(nnx.state(Wrong(nnx.Rngs(0)))) - {"layer"}}.get(kind, set())
     rows = 4 if under == "one row" else 12
     assert named_in(Net1(kind, way), *SAID[under], rows=rows) == (set() if under == "local" else wrong)
+
+
+@pytest.mark.parametrize("degrees, options", [({"data": 4}, {}), ({"fsdp": 2}, {"check_vma": True})], ids=str)
+@pytest.mark.parametrize("kind", [Tells, Untold, Right, Wrong])
+def test_a_call_outside_of_a_loss_names_it_too(kind, degrees, options):
+    wrong = {Untold: set(Tells.state_joins), Wrong: set(nnx.state(Wrong(nnx.Rngs(0)))) - {"layer"}}.get(kind, set())
+    model, x = parallel(degrees, options, Net1(kind)), batch_of(12)["x"]
+    assert said_by(lambda: model(x)) == wrong
+    model.eval()
+    assert said_by(lambda: model(x)) == set()
 
 
 @pytest.mark.filterwarnings("ignore:the model's own state depends on the batch's rows")

@@ -20,6 +20,7 @@ from axonml_jax.layers.dispatch import (
     DispatchName,
     ExpertWeights,
     capacity_of,
+    row_by_row,
     through_experts,
     within_capacity,
 )
@@ -402,6 +403,7 @@ class ParallelMoE(nnx.Module):
         choice = self._chosen(scores)
         experts, capacity = self._kept(choice, mask)
         y, rounds = self._experts(x, choice.gates, experts, capacity, tensor, sequence)
+        y = row_by_row(y, x)
         flat = scores.reshape(-1, self.num_experts)
         kept = experts < self.num_experts
         values = router_values(choice, flat, mask.reshape(-1), kept, rounds)

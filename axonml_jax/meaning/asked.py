@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.base import LossFn, PyTree, is_array, path_name, warn
-from axonml_jax.collectives.primitives import vary
+from axonml_jax.collectives.primitives import joined_over, joined_ranks, vary
 from axonml_jax.compat.jaxpr import trace
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.compat.row_keys import Drawn, drawn_by_rows
@@ -223,7 +223,9 @@ class Asked:
             loss, seen["weighted"] = _parsed(self.loss_fn(bound, batch))
             return loss, jax.tree.leaves(self.model.state_of(bound))
 
-        with self._seen(parts):
+        there = {axis for k, group in enumerate(self.groups) if k not in parts for axis in group.axes}
+        others = tuple(axis for axis in joined_ranks() if axis not in there)  # layers have the others' values already
+        with self._seen(parts), joined_over(others):
             traced = trace(fun, *self.shapes(parts))
         program, drawn = program_of(traced.jaxpr), drawn_by_rows(self.key, traced.jaxpr)
         return Traced(program, traced.out_tree, [], (), seen["weighted"], drawn)

@@ -3,15 +3,16 @@
 # What a rule says of places holds types apart, which the checker does not see.
 # pyright: reportAttributeAccessIssue=false, reportOptionalMemberAccess=false, reportArgumentType=false, reportCallIssue=false
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from axonml_jax.base import named_leaves, warn
-from axonml_jax.compat.jaxpr import has_users_derivatives
+from axonml_jax.compat.jaxpr import has_users_derivatives, trace
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.compat.model_call import Transformed
 from axonml_jax.compat.order import callers_line
@@ -538,6 +539,117 @@ def _same_draws(asked: Asked, traced: TracedAt) -> list[str]:
         return []
     pairs = zip(whole.noted, local.noted, strict=False)
     return list(dict.fromkeys(each for a, b in pairs if a.alike(b) for each in drawn_alike(a, b)))
+
+
+# A call outside of a loss, in which every rank has its own rows alone.
+
+
+def called_with(
+    fun: Callable[..., tuple[Mapping[str, Any], Mapping[str, Any]]], variables: Any, key: Any, arrays: list
+) -> tuple[Call, list[str]]:
+    """The call of a function, noted as one of the model is, and the names of its results.
+
+    Args:
+      fun: `fun(variables, key, arrays) -> (results, state)`, both by name.
+      variables, key, arrays: shapes.
+    """
+    returned, changed = list[str](), list[str]()
+
+    def flat(variables: Any, key: Any, arrays: list) -> list:
+        results, state = fun(variables, key, arrays)
+        returned[:], changed[:] = results, state
+        return [*results.values(), *state.values()]
+
+    traced = trace(flat, variables, key, arrays)
+    made, given = tuple(traced.made), tuple(jax.tree.leaves(arrays))
+    rest, paths = (None,) * len(returned), tuple(tuple(name.split("/")) for name in changed)
+    return Call((), "__call__", None, (), given, made, None, rest, paths, traced=traced.jaxpr), returned
+
+
+class Alone(NamedTuple):
+    """A call outside of a loss, in which every rank has its own rows alone.
+
+    Attributes:
+      whole: it at the whole batch's shapes.
+      names: of its results.
+      part: it at a part's.
+      parts: how many there are.
+      axes: the mesh axes of ranks that have them.
+      made_of: the axes over which ranks make each result of their own rows: experts may join numbers themselves.
+      state: the model's state that it may change, by name.
+      joined: the names of state of which it is said how ranks join it.
+      normed: whether BatchNorm joins over ranks what it, and what is made of it, mixes of rows.
+    """
+
+    whole: Call
+    names: Sequence[str]
+    part: Call
+    parts: int
+    axes: tuple[str, ...]
+    made_of: Callable[[], Mapping[str, frozenset[str]]]
+    state: Mapping[str, Any]
+    joined: Collection[str]
+    normed: bool
+
+
+def look_at_call(call: Alone, *, meant: bool) -> None:
+    """Warns where a call on a rank's rows alone may make something else of them than one device does.
+
+    Args:
+      call: the call.
+      meant: whether a rank's own are meant.
+
+    Raises:
+      ValueError: naming draws that would be the same for the rows of all ranks.
+    """
+    instead = "call model.module(x), whose rows are not divided, or"
+    if same := drawn_alike(call.whole, call.part):
+        raise ValueError(
+            f"this call draws random numbers for rows from a key that is the same on all ranks: {'; '.join(same)}. Rows of "
+            "different ranks would get the same numbers: draw them before, and give them to the call as arrays of rows; "
+            f"{instead} draw from random streams of the model's own (nnx.Rngs in it, self.make_rng)"
+        )
+    if meant:
+        return
+    if call.state:
+        from axonml_jax.meaning.own_state import warn_of_calls_state
+
+        floats = {name for name, x in call.state.items() if call.normed and jnp.issubdtype(x.dtype, jnp.inexact)}
+        warn_of_calls_state(call.whole, call.part, Group(call.axes, call.parts), floats.union(call.joined))
+    if call.normed:
+        return
+    if found := _not_apart_in(call):
+        warn(
+            "the code of this call mixes rows of the batch, or is not known to keep them apart: "
+            f"{'; '.join(found[:5])}. Every rank has its own rows alone in this call, which may be something else than on one "
+            f"device: {instead} mix rows in the loss function, which has the whole batch"
+        )
+    if numbers := _no_means(call):
+        warn(
+            f"these results have no rows, and are not known to be means over rows: {numbers} (result: shape). Each is the "
+            f"mean of what ranks make of their own rows, which may be something else than on one device: {instead} return "
+            "rows"
+        )
+
+
+def _not_apart_in(call: Alone) -> list[str]:
+    """The operations of a call that are not known to keep rows apart, or that read their number, with the user's lines."""
+    with following("rows that are kept apart"):
+        lost = not_apart(call.whole, call.part, call.parts, (), {})
+        numbering = numbering_inside([call.whole], [call.part], call.parts, call.joined)
+        return list(dict.fromkeys([*(each.note for each in numbering.unseen(lost)), *numbering.found]))
+    return []
+
+
+def _no_means(call: Alone) -> dict[str, tuple[int, ...]]:
+    """The results of a call that have no rows, and are not known to be means over rows, with their shapes."""
+    from axonml_jax.meaning.numbers import unproven
+
+    if not (found := unproven(call.whole, call.part, (Group((), call.parts),))):
+        return {}
+    made_of = call.made_of()
+    own = [k for k in found if not made_of[call.names[k]].isdisjoint(call.axes)]
+    return {call.names[k] or "the result": call.whole.made[k].shape for k in own}
 
 
 # Random draws by the whole batch's rows (`ax.Plan(draws="rows")`): keys of rows (`compat/row_keys.py`) take a dim as long as a

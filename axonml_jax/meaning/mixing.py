@@ -30,10 +30,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from axonml_jax.compat.jaxpr import Operation, is_ours, trace
+from axonml_jax.compat.jaxpr import Operation, is_ours, is_row_by_row
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.compat.row_keys import draws, is_row_key, rows_of
-from axonml_jax.meaning.asked import Asked, Traced, following, program_of
+from axonml_jax.meaning.asked import Asked, Traced, program_of
 from axonml_jax.meaning.following import Following
 from axonml_jax.meaning.model_call import Call, Unclear, place_of
 from axonml_jax.meaning.places import SUM, Group, Place, Places, Split, Step, step_of
@@ -108,6 +108,10 @@ class _Mixing(Following):
         finally:
             self.inside = False
         return [_rows_alone(places) for places in made]
+
+    def call(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
+        """As ever; rows that experts have made are where those are that they were given."""
+        return [given[-1]] if is_row_by_row(equation.op) else super().call(equation, given)
 
     def steps(self, op: Operation, given: Sequence[Places]) -> list[Step]:
         """What is joined of rows stays so, and is noted where it meets rows."""
@@ -320,26 +324,6 @@ def not_apart(whole: Call, local: Call, ranks: int, axes: Container[str], number
     return sorted(frozenset[Lost]().union(*found))
 
 
-def called_with(fun: Callable[..., list], variables: Any, key: Any, arrays: list) -> Call:
-    """The call of a function `fun(variables, key, arrays) -> results`, noted as one of the model is."""
-    traced = trace(fun, variables, key, arrays)
-    made, given = tuple(traced.made), tuple(jax.tree.leaves(arrays))
-    return Call((), "__call__", None, (), given, made, None, (None,) * len(made), (), traced=traced.jaxpr)
-
-
-def not_apart_in(whole: Call, local: Call, ranks: int) -> list[str]:
-    """The operations of a call that are not known to keep rows apart, or that read their number, with the user's lines.
-
-    Args:
-      whole, local: the call, noted at the whole batch's shapes and at a rank's.
-      ranks: the number of ranks.
-    """
-    with following("rows that are kept apart"):
-        lost, numbering = not_apart(whole, local, ranks, (), {}), numbering_inside([whole], [local], ranks)
-        return list(dict.fromkeys([*(each.note for each in numbering.unseen(lost)), *numbering.found]))
-    return []
-
-
 _NOTHING = frozenset[Lost]()
 
 
@@ -396,6 +380,10 @@ class _Apart(Following):
         if moved or (_has_split(places) and not all(map(_has_split, [[place] for place in step.made]))):
             self._note(_certain(op, places, moved), sums=not moved and step.made == (SUM,))
         return [step]
+
+    def call(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
+        """As ever; rows that experts have made are where those are that they were given."""
+        return [given[-1]] if is_row_by_row(equation.op) else super().call(equation, given)
 
     def held(self, made: Sequence[Places], found: Sequence[Places]) -> None:
         """Notes where rows are held whole, as what branches and loops cannot hand on."""
@@ -741,6 +729,8 @@ class _Numbering:
         if equation.branches:
             made = [self.program(a, b, given[1:]) for a, b in zip(equation.branches, own.branches, strict=True)]
             return [_joined(each) for each in zip(*made, strict=True)]
+        if is_row_by_row(equation.op):
+            return [given[-1]]
         inside = lambda each: each.called if each.called is not None else each.body
         if inside(equation) is None or inside(own) is None:
             raise Unlike

@@ -10,7 +10,7 @@ vectors of a spectral norm, moves once a step: every microbatch reads it as the 
 """
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from functools import reduce
 from typing import Any
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from axonml_jax.base import named_leaves, warn
 from axonml_jax.meaning.asked import Asked, Traced, following
 from axonml_jax.meaning.mixing import Unlike, of_size
-from axonml_jax.meaning.model_call import Path, Unclear, place_of
+from axonml_jax.meaning.model_call import Call, Path, Unclear, place_of
 from axonml_jax.meaning.numbers import MIXED, UNKNOWN, Numbers
 from axonml_jax.meaning.places import Group, Split
 from axonml_jax.meaning.plain_mean import Known, NotProven
@@ -62,12 +62,29 @@ def warn_of_state(asked: Asked, traced: Callable[[Sequence[int]], Traced], *, in
     with following("the model's own state"):
         for group, local in zip(asked.groups, parts, strict=True):
             wrong.update(_no_means(asked, group, whole, local, in_loss))
-    if named := [name for name in leaves if name in wrong - known]:
+    _warn_of([name for name in leaves if name in wrong - known], "a step")
+
+
+def warn_of_calls_state(of_all: Call, of_part: Call, group: Group, known: Container[str]) -> None:
+    """Warns of undeclared state (see `warn_of_state`) that a call outside of a loss changes.
+
+    Args:
+      of_all, of_part: the call at the whole batch's shapes, and at a part's.
+      group: the parts, and the axes of ranks that have them.
+      known: the names of state of which it is known, or said, how ranks join it.
+    """
+    with following("the model's own state"):
+        _warn_of([name for name in _no_means_of(of_all, of_part, group) if name not in known], "a call")
+
+
+def _warn_of(named: Sequence[str], what: str) -> None:
+    if named:
         warn(
-            "the model's own state depends on the batch's rows and is no mean over them, but a step joins it over ranks as one "
-            f"(floats), or takes the first rank's (others): {', '.join(named)}. Declare in the class of its module how ranks "
-            f"join it, by 'sum', 'max', 'min', 'mean' or 'first', such as state_joins = {{{_last(named[0])!r}: 'sum'}} for "
-            "what is added up; keep a mean over rows in the place of a sum that decays; return it as a metric; or say by "
+            f"the model's own state depends on the batch's rows and is no mean over them, but {what} joins it over ranks as "
+            f"one (floats), or takes the first rank's (others): {', '.join(named)}. Declare in the class of its module how "
+            "ranks join it, by 'sum', 'max', 'min', 'mean' or 'first', such as state_joins = "
+            f"{{{_last(named[0])!r}: 'sum'}} for what is added up; keep a mean over rows in the place of a sum that decays; "
+            "return it as a metric; or say by "
             "batch_stats='local' that a rank's own is meant"
         )
 
@@ -79,10 +96,7 @@ def _last(name: str) -> str:
 def _no_means(asked: Asked, group: Group, whole: Traced, local: Traced, in_loss: bool) -> Iterator[str]:
     """The names of what calls of the model, and the loss, change and is known to be no mean over the ranks of a group."""
     for a, b in zip(whole.noted, local.noted, strict=False):
-        count = len(a.made) - a.out_rest.count(None)
-        if a.alike(b) and len(a.changed) == count:  # else a variable is several arrays
-            of_all, of_rank = (read_program(each.traced, all_but_named) for each in (a, b))
-            yield from _named(a.changed, _Pair(group, of_all, of_rank, a.given, b.given))
+        yield from _no_means_of(a, b, group)
     if in_loss and whole.changed == local.changed:
         rows = len(asked.batch_places())
         given, own = (
@@ -90,6 +104,12 @@ def _no_means(asked: Asked, group: Group, whole: Traced, local: Traced, in_loss:
             for each in (whole.program, local.program)
         )
         yield from _named(whole.changed, _Pair(group, whole.program, local.program, given, own))
+
+
+def _no_means_of(a: Call, b: Call, group: Group) -> Iterator[str]:
+    if a.alike(b) and len(a.changed) == len(a.made) - a.out_rest.count(None):  # else a variable is several arrays
+        of_all, of_rank = (read_program(each.traced, all_but_named) for each in (a, b))
+        yield from _named(a.changed, _Pair(group, of_all, of_rank, a.given, b.given))
 
 
 def _named(changed: Sequence[Path], pair: "_Pair") -> Iterator[str]:

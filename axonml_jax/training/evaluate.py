@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from axonml_jax.base import LossFn, PyTree, is_array, named_leaves, path_name, warn
+from axonml_jax.base import LossFn, PyTree, is_array, named_leaves, path_name
 from axonml_jax.collectives.primitives import max_over, sum_over
 from axonml_jax.compat.canaries import require_types
 from axonml_jax.compat.jaxpr import trace
@@ -815,41 +815,39 @@ class Forward:
         Raises:
           ValueError: naming these draws.
         """
-        from axonml_jax.meaning.mixing import called_with, drawn_alike
+        from axonml_jax.meaning.deciding import Alone, called_with, look_at_call
 
         axes = self.placement.batch_layout.rows
-        parts, sizes = self.placement.ranks(axes), {x.shape[0] for x in arrays.values() if x.ndim}
-        if parts == 1 or not sizes or min(sizes) < parts:
+        ranks, sizes = self.placement.ranks(axes), {x.shape[0] for x in arrays.values() if x.ndim}
+        if ranks == 1 or not sizes or min(sizes) < ranks:
             return
-        parts = 2 if min(sizes) == parts and parts % 2 == 0 else parts  # of one row code may trace otherwise
-        own, names = replace(self.mode, batch_norm_axes=()), list[str]()
+        parts = 2 if min(sizes) == ranks and ranks % 2 == 0 else ranks  # of one row code may trace otherwise
+        own, trains = replace(self.mode, batch_norm_axes=()), self.mode.training is not False
 
-        def alone(variables: Variables, key: jax.Array, given: list) -> list[Any]:
+        def alone(variables: Variables, key: jax.Array, given: list) -> tuple[dict[str, Any], dict[str, Any]]:
             named = dict(zip(arrays, given, strict=True))
-            out = self._call(variables, key, named, static, own, alone=True)[0]
-            found = {name: x for name, x in named_leaves(out).items() if is_array(x)}
-            names[:] = found
-            return list(found.values())
+            out, state = self._call(variables, key, named, static, own, alone=True)
+            return {name: x for name, x in named_leaves(out).items() if is_array(x)}, named_leaves(state)
 
-        def called(parts: int) -> Any:
+        def called(parts: int) -> tuple[Any, list[str]]:
             part = lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]) if x.ndim else (), x.dtype)
             return called_with(alone, self.model.shapes, jax.random.key(0), list(map(part, arrays.values())))
 
-        of_all, of_part = called(1), called(parts)
-        if same := drawn_alike(of_all, of_part):
-            raise ValueError(
-                f"this call draws random numbers for rows from a key that is the same on all ranks: {'; '.join(same)}. Rows "
-                "of different ranks would get the same numbers: draw them before, and give them to the call as arrays of "
-                f"rows; {_INSTEAD} draw from random streams of the model's own (nnx.Rngs in it, self.make_rng)"
-            )
-        synchronized = map(self.model.synchronized(), named_leaves(self.model.shapes.state))
-        normed = self.mode.training is not False and any(synchronized)
-        if normed or not self.mode.batch_norm_axes:
-            return  # what BatchNorm joins over ranks mixes rows as it is meant to
-        made_of = functools.cache(
-            lambda: self._made_of_parts(variables, arrays, static)
-        )  # experts may join numbers themselves
-        _warn_of_rows(of_all, of_part, parts, names, lambda name: not made_of()[name].isdisjoint(axes))
+        (whole, names), (part, _), state = called(1), called(parts), named_leaves(self.model.shapes.state)
+        look_at_call(
+            Alone(
+                whole,
+                names,
+                part,
+                parts,
+                axes,
+                made_of=lambda: self._made_of_parts(variables, arrays, static),
+                state=state if trains else {},
+                joined=self.model.state_joins(),
+                normed=trains and any(map(self.model.synchronized(), state)),
+            ),
+            meant=not self.mode.batch_norm_axes,
+        )
 
     def _outputs(self, variables: Variables, arrays: Arrays, static: tuple, layout: BatchLayout) -> PyTree:
         """The shapes of one rank's outputs for a batch that is split by `layout`."""
@@ -882,37 +880,6 @@ class Forward:
             f"the model returned an array of shape {out.shape} and dtype {out.dtype} without a batch dim: it may differ from "
             "rank to rank and has no mean. Return it as a float, or call the model through a loss_fn"
         )
-
-
-def _warn_of_rows(of_all: Any, of_part: Any, parts: int, names: Sequence[str], differs: Callable[[str], bool]) -> None:
-    """Warns where a call that has a rank's rows alone may make something else of them than one that has all.
-
-    Args:
-      of_all, of_part: the call at the whole batch's shapes, and at a part's.
-      parts: how many there are of these.
-      names: the names of its results.
-      differs: whether ranks make a result, by its name, of their own rows alone.
-    """
-    from axonml_jax.meaning.mixing import not_apart_in
-    from axonml_jax.meaning.numbers import unproven
-    from axonml_jax.meaning.places import Group
-
-    if found := not_apart_in(of_all, of_part, parts):
-        warn(
-            "the code of this call mixes rows of the batch, or is not known to keep them apart: "
-            f"{'; '.join(found[:5])}. Every rank has its own rows alone in this call, which may be something else than on one "
-            f"device: {_INSTEAD} mix rows in the loss function, which has the whole batch"
-        )
-    unclear = [k for k in unproven(of_all, of_part, (Group((), parts),)) if differs(names[k])]
-    if numbers := {names[k] or "the result": of_all.made[k].shape for k in unclear}:
-        warn(
-            f"these results have no rows, and are not known to be means over rows: {numbers} (result: shape). Each is the "
-            f"mean of what ranks make of their own rows, which may be something else than on one device: {_INSTEAD} return "
-            "rows"
-        )
-
-
-_INSTEAD = "call model.module(x), whose rows are not divided, or"
 
 
 def unpadded_dims(out: Any, split: Mapping[int, Any], shape: tuple[int, ...]) -> Any:
