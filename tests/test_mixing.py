@@ -103,6 +103,7 @@ NUMBERED = {
 }
 APART = {
     "over features": lambda h: (h - h.mean(-1, keepdims=True)) / (h.std(-1, keepdims=True) + 1e-3),
+    "a barrier beside a weight": lambda h: jax.lax.optimization_barrier((h, jnp.ones(3)))[0],
     "a number beside": lambda h: h + 0 * jnp.float32(len(h)),
     "a mean of its parts": lambda h: ((h / len(h)).sum(0), h)[1],
     "by chunks": lambda h: jnp.concatenate([jnp.tanh(chunk) for chunk in jnp.split(h, 2)]),
@@ -462,6 +463,20 @@ def test_where_a_part_of_the_rows_is_seen_alone_a_warning_names_the_line(kind, p
     trainer = ax.parallelize(Net(mixes), mesh_of(degrees), chosen).trainer(optax.sgd(0.1), LOSSES[loss])
     with pytest.warns(UserWarning, match=f"model's code {said}" if said.startswith("mixes") else said):
         trainer.step(BATCH)
+
+
+@pytest.mark.parametrize("kind", ["centred", "sorted", "synchronized"])
+def test_beside_collectives_of_the_models_own_a_warning_names_the_line(kind):
+    """Such code was written for a rank's rows; what it joins itself over ranks is of all of them."""
+    own = {"synchronized": lambda h: h - jax.lax.pmean(h.mean(0), "data"), "sorted": lambda h: jnp.sort(h, axis=0)}
+    mixes = (MIXING | own)[kind]
+    model = Net(lambda h: mixes(h / jax.lax.pmean(jnp.abs(h).mean(), "data")))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ax.DDP(model, mesh_of(data=4)).trainer(optax.sgd(0.1), mean).step(BATCH)
+    assert ["beside collectives of its own" in str(each.message) for each in said] == [True] * (
+        kind in MIXING | NUMBERED
+    )
 
 
 class Grouped(nnx.Module):

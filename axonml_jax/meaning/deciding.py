@@ -143,7 +143,7 @@ def decided(asked: Asked, traced: TracedAt, *, in_layers: bool, trains: bool, in
         if trains:
             _refuse_unread(asked, local)
         if for_parts or not _pools(asked, traced, local):
-            return ROWS if for_parts or not _mixes(asked, traced, inlines and not in_layers) else MIXED
+            return ROWS if for_parts or not mixes(asked, traced, inlines and not in_layers) else MIXED
     try:
         found = _by_whole(asked, traced, local, failed, in_layers=in_layers, trains=trains)
     except WholeAlone as error:
@@ -152,7 +152,7 @@ def decided(asked: Asked, traced: TracedAt, *, in_layers: bool, trains: bool, in
         raise whole_alone(error.args[0]) from error
     if local is None or (isinstance(found, str) and found != ROWS):
         return found
-    return MIXED if _mixes(asked, traced, inlines and not in_layers) else found
+    return MIXED if mixes(asked, traced, inlines and not in_layers) else found
 
 
 def _by_whole(
@@ -246,10 +246,15 @@ def _pools(asked: Asked, traced: TracedAt, local: Traced) -> bool:
     return False
 
 
-def _mixes(asked: Asked, traced: TracedAt, inlines: bool) -> bool:
+def mixes(asked: Asked, traced: TracedAt, inlines: bool) -> bool:
     """Whether the model's own code mixes rows and can be in the loss's program; warns where it mixes them and cannot, or may.
 
     Code that reads how many rows there are, or which, counts as such, and what draws for them by a key that ranks share.
+
+    Args:
+      asked: the loss.
+      traced: its traces.
+      inlines: whether the model's code can be there.
 
     Raises:
       ValueError: naming these draws, where its code cannot be there.
@@ -274,10 +279,10 @@ def _mixes(asked: Asked, traced: TracedAt, inlines: bool) -> bool:
     said += [f"has derivatives of its own that are no sum over rows: {'; '.join(bent[:5])}"] if bent else []
     if said and not (inlines and not _has_positions(asked)):
         warn(
-            f"the model's code {', and '.join(said)}. In microbatches, and where positions or layers "
-            "are split, it sees a part of them and may compute something else than on one device: mix rows in the loss "
-            "function, which has the whole batch, bend gradients in the optimizer, use a plan without these, or say by "
-            "batch_stats='local' that a part's own are meant"
+            f"the model's code {', and '.join(said)}. In microbatches, where positions or layers are split, and beside "
+            "collectives of its own, it sees a part of them and may compute something else than on one device: mix rows in "
+            "the loss function, which has the whole batch, bend gradients in the optimizer, use a plan without these, or say "
+            "by batch_stats='local' that a part's own are meant"
         )
         return False
     if lost and not said:

@@ -377,7 +377,8 @@ class _Apart(Following):
             if any(isinstance(place, Split) and place.outer == _SOME for place in step.made):
                 self._note([False] * len(op.made), numbered=True)
         moved = [k for k, place in enumerate(places) if isinstance(place, Split) and place != step.wanted[k]]
-        if moved or (_has_split(places) and not all(map(_has_split, [[place] for place in step.made]))):
+        passes = rule_of(op.name).passes  # a barrier of several values holds others beside rows
+        if moved or (not passes and _has_split(places) and not all(map(_has_split, [[place] for place in step.made]))):
             self._note(_certain(op, places, moved), sums=not moved and step.made == (SUM,))
         return [step]
 

@@ -16,7 +16,17 @@ import jax.numpy as jnp
 from axonml_jax.base import LossFn, PyTree, path_name
 from axonml_jax.collectives.primitives import axis_index
 from axonml_jax.meaning.asked import Asked, SplitOf, Traced
-from axonml_jax.meaning.deciding import ROWS, UNPLACED, Decided, decided, in_microbatches, refuse_draws, unknown
+from axonml_jax.meaning.deciding import (
+    MIXED,
+    ROWS,
+    UNPLACED,
+    Decided,
+    decided,
+    in_microbatches,
+    mixes,
+    refuse_draws,
+    unknown,
+)
 from axonml_jax.meaning.interpreter import Interpreter
 from axonml_jax.meaning.microbatches import OF_PARTS, Microbatch, MicroRanks, OfParts
 from axonml_jax.meaning.model_call import Path, RealCalls, Unclear, put_variables
@@ -204,6 +214,8 @@ class WholeBatch:
             raise unknown(why)
         whole = asked.inlined(())
         if talks(whole.program, asked.axes):
+            if why == MIXED:
+                mixes(asked, cache(asked.traced), inlines=False)  # which says so
             return on_rows(asked.batch)
         values = _values(ranks, asked, whole)
         loss, state = whole.out_tree.unflatten(Interpreter(ranks).run(whole.program, values))
