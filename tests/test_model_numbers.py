@@ -209,6 +209,27 @@ def test_a_proven_mean_stays_one_call_of_the_model():
     assert of("mean") < of("masked mean")
 
 
+class Hidden(Net):
+    """Rows beside a mean of hidden ones and a number of the weights, which loops over layers hand out."""
+
+    def __call__(self, x):
+        step = lambda h, kernel: ((made := jnp.tanh(h @ kernel)), (kernel, made))
+        x, (kernels, hidden) = jax.lax.scan(step, x, jnp.stack([block.kernel[...] for block in self.blocks]))
+        return self.head(x), (kernels**2).sum() + hidden.mean()
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_a_mean_beside_rows_is_known_to_be_one_in_both_modes(check_vma):
+    """The suite makes warnings errors: none says that it is not known."""
+
+    def loss(model, b):
+        logits, number = model(b["x"])
+        return CE(logits, b["y"]).mean() + number
+
+    trainer = ax.DDP(Hidden(None), mesh_of(data=2), check_vma=check_vma).trainer(optax.sgd(0.1), loss, accumulate=2)
+    np.testing.assert_allclose(trainer.step(BATCH)["loss"], loss(Hidden(None), BATCH), rtol=1e-5)
+
+
 class Attends(nnx.Module):
     """A causal mask is whole in place and longer with more rows; a mean that is guarded is a mean."""
 
