@@ -355,6 +355,75 @@ def test_rows_that_are_mixed_behind_split_experts_are_named(plan):
         assert ["model's code mixes rows" in str(each.message) for each in said] == [True] * warns
 
 
+class Stepped(WithExperts):
+    """State that follows from no rows, beside experts that join their counts over ranks."""
+
+    def __init__(self, mixes, **options):
+        super().__init__(mixes, **options)
+        self.steps, self.mean = nnx.Variable(jnp.int32(0)), nnx.Variable(jnp.zeros((), jnp.float64))
+
+    def __call__(self, x):
+        self.steps[...] += 1
+        self.mean[...] = 0.5 * self.mean[...] + 0.5 * jax.lax.stop_gradient(self.last.kernel[...].sum())
+        return super().__call__(x)
+
+
+def test_state_that_follows_from_no_rows_moves_once_beside_experts():
+    model = ax.parallelize(Stepped(jnp.sin), mesh_of(data=2), ax.Plan(accumulate=4))
+    model.trainer(optax.sgd(0.1), balanced).step(BATCH)
+    plain = Stepped(jnp.sin)
+    plain(BATCH["x"])
+    assert model.module.steps[...] == 1
+    np.testing.assert_allclose(model.module.mean[...], plain.mean[...], rtol=1e-12)
+
+
+def recomputed(model, batch):
+    made, _ = nnx.remat(lambda model, x: model(x))(model, batch["x"])
+    return ((made - batch["y"]) ** 2).mean()
+
+
+@pytest.mark.parametrize("experts", ["softmax", "a bias that is learned"])
+def test_a_loss_that_transforms_a_model_with_experts_is_a_plain_mean_where_it_is_one(experts):
+    make = lambda: WithExperts(jnp.sin, **EXPERTS[experts])
+    wanted = recomputed(make(), BATCH)
+    for degrees, plan in (({"data": 2}, ax.Plan(accumulate=2)), ({"data": 4}, ax.Plan()), ({"fsdp": 2}, ax.Plan())):
+        trainer = ax.parallelize(make(), mesh_of(degrees), plan).trainer(optax.sgd(0.1), recomputed)
+        assert "gather" not in str(ax.explain(trainer, BATCH)) or "fsdp" in degrees
+        np.testing.assert_allclose(trainer.step(BATCH)["loss"], wanted, rtol=1e-9)
+
+
+def test_a_loss_that_transforms_a_model_with_experts_is_of_all_rows_where_it_is_no_mean():
+    loss = lambda model, batch: jnp.sqrt(recomputed(model, batch))
+    model = lambda: WithExperts(jnp.sin)
+    for degrees, plan in (({"data": 4}, ax.Plan()), ({"fsdp": 2}, ax.Plan())):
+        trainer = ax.parallelize(model(), mesh_of(degrees), plan).trainer(optax.sgd(0.1), loss)
+        np.testing.assert_allclose(trainer.step(BATCH)["loss"], loss(model(), BATCH), rtol=1e-9)
+    trainer = ax.parallelize(model(), mesh_of(data=2), ax.Plan(accumulate=2)).trainer(optax.sgd(0.1), loss)
+    with pytest.raises(ValueError, match="cannot be derived"):
+        trainer.step(BATCH)
+
+
+class TimeMajor(WithExperts):
+    """Experts under a `vmap` of another dim than the first, which puts rows in another one."""
+
+    def __call__(self, x):
+        steps = jnp.stack([x, x + 1, jnp.sin(x)])
+        h = jax.vmap(lambda rows: self.experts(rows)[0], in_axes=1)(steps)
+        return self.last(jnp.tanh(self.mixes(h)).sum(1)), 0.0
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_rows_behind_experts_under_vmap_are_where_they_are(mixed):
+    of_rows = lambda h: h / (jnp.abs(h).max(0) + 0.1)
+    model = lambda: TimeMajor(of_rows if mixed else lambda h: h - h.mean(1, keepdims=True))
+    wanted = balanced(model(), BATCH)
+    trainer = ax.DDP(model(), mesh_of(data=4)).trainer(optax.sgd(0.1), balanced)
+    np.testing.assert_allclose(trainer.step(BATCH)["loss"], wanted, rtol=1e-9)
+    if not mixed:
+        parts = ax.parallelize(model(), mesh_of(data=2), ax.Plan(accumulate=2)).trainer(optax.sgd(0.1), balanced)
+        np.testing.assert_allclose(parts.step(BATCH)["loss"], wanted, rtol=1e-9)
+
+
 class FastWeights(nnx.Module):
     """Takes a step of gradient descent on all rows before it is applied to them, as in meta-learning."""
 
@@ -477,6 +546,19 @@ def test_beside_collectives_of_the_models_own_a_warning_names_the_line(kind):
     assert ["beside collectives of its own" in str(each.message) for each in said] == [True] * (
         kind in MIXING | NUMBERED
     )
+
+
+def of_rank(h):
+    """What a rank's number makes its own is written for ranks."""
+    number, rows = jax.lax.axis_index("data"), jnp.arange(len(h))
+    drawn = jax.random.normal(jax.random.fold_in(jax.random.key(0), number), h.shape, h.dtype)
+    return (h + 0.1 * drawn + 0.1 * (number * len(h) + rows)[:, None]) / jax.lax.pmean(jnp.abs(h).mean(), "data")
+
+
+def test_code_that_is_written_for_ranks_runs_on_them_without_a_word():
+    model = ax.DDP(Net(of_rank), mesh_of(data=4))
+    assert np.isfinite(model.trainer(optax.sgd(0.1), mean).step(BATCH)["loss"])
+    assert model(BATCH["x"]).shape == (16, 1)
 
 
 class Grouped(nnx.Module):

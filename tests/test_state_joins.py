@@ -491,6 +491,9 @@ def test_a_call_outside_of_a_loss_names_it_too(kind, degrees, options):
     wrong = {Untold: set(Tells.state_joins), Wrong: set(nnx.state(Wrong(nnx.Rngs(0)))) - {"layer"}}.get(kind, set())
     model, x = parallel(degrees, options, Net1(kind)), batch_of(12)["x"]
     assert said_by(lambda: model(x)) == wrong
+    if wrong:  # the suite makes warnings errors
+        with pytest.raises(UserWarning, match=r"^the model's own state depends"):
+            parallel(degrees, options, Net1(kind))(x)
     model.eval()
     assert said_by(lambda: model(x)) == set()
 

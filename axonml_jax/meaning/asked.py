@@ -212,8 +212,11 @@ class Asked:
         drawn = drawn_by_rows(key, traced.jaxpr)
         return replace(call, given=tuple(given), made=tuple(traced.made), draws=drawn, traced=traced.jaxpr)
 
-    def inlined(self, parts: Sequence[int]) -> Traced:
-        """Traces the loss with the model's own code in it, and the model's state after it."""
+    def inlined(self, parts: Sequence[int], *, run: bool = False) -> Traced:
+        """Traces the loss with the model's own code in it, and the model's state after it.
+
+        In a trace that is `run` layers join nothing over ranks whose rows are there already.
+        """
 
         seen: dict[str, Any] = {}
 
@@ -223,9 +226,8 @@ class Asked:
             loss, seen["weighted"] = _parsed(self.loss_fn(bound, batch))
             return loss, jax.tree.leaves(self.model.state_of(bound))
 
-        there = {axis for k, group in enumerate(self.groups) if k not in parts for axis in group.axes}
-        others = tuple(axis for axis in joined_ranks() if axis not in there)  # layers have the others' values already
-        with self._seen(parts), joined_over(others):
+        there = {axis for k, group in enumerate(self.groups) if run and k not in parts for axis in group.axes}
+        with self._seen(parts), joined_over(tuple(axis for axis in joined_ranks() if axis not in there)):
             traced = trace(fun, *self.shapes(parts))
         program, drawn = program_of(traced.jaxpr), drawn_by_rows(self.key, traced.jaxpr)
         return Traced(program, traced.out_tree, [], (), seen["weighted"], drawn)

@@ -266,7 +266,7 @@ def mixes(asked: Asked, traced: TracedAt, inlines: bool) -> bool:
             f"the model draws random numbers for rows from a key that is the same on all ranks: {'; '.join(same)}. Rows of "
             "different ranks, or microbatches, would get the same numbers: draw from random streams of the model's own "
             "(nnx.Rngs in it, or in a module around it that calls it with self.rngs(); self.make_rng), draw in the loss and "
-            "pass the numbers, or take all rows at once, without microbatches"
+            "pass the numbers, or take all rows at once, without microbatches, split layers or collectives of the model's own"
         )
     numbering = _numbering(asked, traced)
     lost, numbering = numbering.unseen(_lost(asked, traced)), numbering.found
@@ -390,9 +390,22 @@ def _inlined_decision(asked: Asked, in_layers: bool, why: str) -> str:
         return why
     if _has_positions(asked):
         return ROWS if local.weighted else why
-    talking = not in_layers and talks(whole.program, asked.axes)
-    plain = local.weighted or talking or is_plain_mean(local, whole, asked.places(), asked.groups)
-    return ROWS if plain else why
+    undeclared = [_undeclared(asked, each) for each in (local, whole)]
+    if local.weighted or is_plain_mean(*undeclared, asked.places(), asked.groups, asked.typed_axes):
+        return ROWS
+    talking = not in_layers and talks(asked.inlined((), run=True).program, asked.axes)  # the user's code does
+    return ROWS if talking else why
+
+
+def _undeclared(asked: Asked, traced: Traced) -> Traced:
+    """A loss with the model's code, without what it makes of state whose class says how ranks join it."""
+    program, names, joins = traced.program, list(named_leaves(asked.variables.state)), asked.model.state_joins()
+    before = program.inputs[len(jax.tree.leaves(asked.variables)) - len(names) :]
+    first = len(program.outputs) - len(names)
+    kept = [
+        old if name in joins else new for name, old, new in zip(names, before, program.outputs[first:], strict=False)
+    ]
+    return replace(traced, program=replace(program, outputs=(*program.outputs[:first], *kept)))
 
 
 def _refuse_unread(asked: Asked, traced: Traced) -> None:

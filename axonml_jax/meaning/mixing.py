@@ -111,7 +111,7 @@ class _Mixing(Following):
 
     def call(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
         """As ever; rows that experts have made are where those are that they were given."""
-        return [given[-1]] if is_row_by_row(equation.op) else super().call(equation, given)
+        return [_made_of(equation.op, given)] if is_row_by_row(equation.op) else super().call(equation, given)
 
     def steps(self, op: Operation, given: Sequence[Places]) -> list[Step]:
         """What is joined of rows stays so, and is noted where it meets rows."""
@@ -384,7 +384,7 @@ class _Apart(Following):
 
     def call(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
         """As ever; rows that experts have made are where those are that they were given."""
-        return [given[-1]] if is_row_by_row(equation.op) else super().call(equation, given)
+        return [_made_of(equation.op, given)] if is_row_by_row(equation.op) else super().call(equation, given)
 
     def held(self, made: Sequence[Places], found: Sequence[Places]) -> None:
         """Notes where rows are held whole, as what branches and loops cannot hand on."""
@@ -434,6 +434,15 @@ def _beside(op: Operation, places: Sequence[Place]) -> Step:
             sized = [made.shape[rows] == aval.shape[rows] for made in op.made]
             return Step(tuple(places), tuple(place if each else None for each in sized))
     return Step((None,) * len(op.given), (None,) * len(op.made))
+
+
+def _made_of(op: Operation, given: Sequence[Places]) -> Places:
+    """Where rows are that are made one by one of the last operand's, whose dims `jax.vmap` may have put in another order."""
+    (place,), made, rows = given[-1], op.made[0].shape, op.given[-1].shape
+    if not isinstance(place, Split) or made == rows:
+        return (place,)
+    there = [dim for dim, size in enumerate(made) if size == rows[place.dim]]
+    return (place._replace(dim=there[0]) if len(there) == 1 else None,)
 
 
 def _solves_apart(op: Operation, places: Sequence[Place]) -> bool:
@@ -539,9 +548,10 @@ def _drawn(call: Call, rows: Sequence[bool]) -> list[tuple[str, tuple[int, ...],
     def rule(equation: Equation, operands: list[bool]) -> list[bool]:
         if (inside := through(equation, operands, rule, operator.or_, False)) is not None:
             return inside
+        own = any(operands) or equation.name == "axis_index"  # a rank's number makes a key its own
         if rule_of(equation.name).kind == "random":
-            found.extend((equation.name, x.shape, any(operands)) for x in equation.op.made)
-        return [any(operands)] * len(equation.outputs)
+            found.extend((equation.name, x.shape, own) for x in equation.op.made)
+        return [own] * len(equation.outputs)
 
     fixed = len(program.inputs) - len(rows)
     results(program, [*(k == fixed - 1 for k in range(fixed)), *rows], rule, False)
@@ -712,7 +722,7 @@ class _Numbering:
             return [next((state for state in given if state.place is not None), FREE)] * len(others)
         if (kept := self._kept(op, own.op, given)) is not None:
             return [kept] * len(others)
-        if OTHER in given:
+        if OTHER in given or rule.kind == "collective":
             return others
         if SIZED in given:
             return [SIZED if all(state.kind in (*_FIXED, "sized") for state in given) else OTHER] * len(others)
@@ -730,8 +740,11 @@ class _Numbering:
         if equation.branches:
             made = [self.program(a, b, given[1:]) for a, b in zip(equation.branches, own.branches, strict=True)]
             return [_joined(each) for each in zip(*made, strict=True)]
-        if is_row_by_row(equation.op):
-            return [given[-1]]
+        if is_row_by_row(equation.op) and given[-1].kind == "rows":
+            *_, state = given
+            self.found += [state.note] if state.scaled else []  # experts bend it
+            (place,) = _made_of(equation.op, [(each.place,) for each in given])
+            return [state._replace(place=place, scaled=False)]
         inside = lambda each: each.called if each.called is not None else each.body
         if inside(equation) is None or inside(own) is None:
             raise Unlike

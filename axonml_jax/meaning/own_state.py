@@ -73,8 +73,10 @@ def warn_of_calls_state(of_all: Call, of_part: Call, group: Group, known: Contai
       group: the parts, and the axes of ranks that have them.
       known: the names of state of which it is known, or said, how ranks join it.
     """
+    wrong = list[str]()
     with following("the model's own state"):
-        _warn_of([name for name in _no_means_of(of_all, of_part, group) if name not in known], "a call")
+        wrong += _no_means_of(of_all, of_part, group)
+    _warn_of([name for name in wrong if name not in known], "a call")
 
 
 def _warn_of(named: Sequence[str], what: str) -> None:

@@ -5,18 +5,20 @@ of every value it must be known how the whole one is made of the ranks': equal, 
 number that came from the batch's size differs between the two, and changes the factor. Whatever is not known ends the proof.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from axonml_jax.compat.jaxpr import is_row_by_row
 from axonml_jax.meaning.interpreter import backward_derivative, forward_derivative, of_cotangent
 from axonml_jax.meaning.model_call import Unclear, place_of
 from axonml_jax.meaning.places import SUM, Group, Places, Split, local_shape, step_of
-from axonml_jax.program.program import Equation, Program, is_constant, is_elementwise, rule_of
+from axonml_jax.program.program import Equation, Program, is_constant, is_elementwise, names_of, rule_of
 
 
 class NotProven(Exception):
@@ -53,19 +55,22 @@ def talks(program: Program, axes: Sequence[str]) -> bool:
     return False
 
 
-def is_plain_mean(local: Any, whole: Any, places: Sequence[Places], groups: Sequence[Group]) -> bool:
+def is_plain_mean(
+    local: Any, whole: Any, places: Sequence[Places], groups: Sequence[Group], joined: Container[str] = ()
+) -> bool:
     """Whether the whole batch's loss and metrics are means of the ranks'.
 
     Args:
       local, whole: the loss traced at a rank's shapes and at the whole batch's (`asked.Traced`).
       places: the places of the programs' inputs.
       groups: the groups of ranks.
+      joined: mesh axes over which a collective makes values of the whole batch, as layers do that say so.
     """
     if local.out_tree != whole.out_tree or whole.changed or len(local.noted) != len(whole.noted):
         return False
     if not all(a.alike(b) for a, b in zip(local.noted, whole.noted, strict=True)):
         return False
-    walk = Walk(groups)
+    walk = Walk(groups, joined)
     try:
         found = walk.program(whole.program, local.program, [Known(each) for each in places])
         loss, _ = whole.out_tree.unflatten(found)
@@ -76,10 +81,16 @@ def is_plain_mean(local: Any, whole: Any, places: Sequence[Places], groups: Sequ
 
 
 class Walk:
-    """Walks two traces of one function side by side, at the whole batch's shapes and at a rank's."""
+    """Walks two traces of one function side by side, at the whole batch's shapes and at a rank's.
 
-    def __init__(self, groups: Sequence[Group]):
-        self.groups, self.in_derivative = groups, False
+    Args:
+      groups: the groups of ranks.
+      joined: mesh axes over which a collective makes values of the whole batch.
+    """
+
+    def __init__(self, groups: Sequence[Group], joined: Container[str] = ()):
+        self.groups, self.joined, self.in_derivative = groups, joined, False
+        self._asked = dict[Equation, list[bool]]()  # which results are read of what is needed
         ranks = 1
         for group in groups:
             ranks *= group.ranks
@@ -105,15 +116,36 @@ class Walk:
             if np.shape(value) != np.shape(own) or not (value is own or np.array_equal(value, own)):
                 raise NotProven
             env[number], names[other] = Known((None,) * len(self.groups)), number
+        needed = self._needed(whole)
         for equation, own in zip(whole.equations, local.equations, strict=True):
+            if equation not in needed:
+                continue
             if len(equation.inputs) != len(own.inputs) or len(equation.outputs) != len(own.outputs):
                 raise NotProven
-            read = [self._atom(a, b, env, names) for a, b in zip(equation.inputs, own.inputs, strict=True)]
+            pairs, unread = zip(equation.inputs, own.inputs, strict=True), self._unread(equation)
+            none = Known((None,) * len(self.groups))
+            read = [none if k < unread else self._atom(*pair, env, names) for k, pair in enumerate(pairs)]
             made = self._equation(equation, own, read)
             for number, other, known in zip(equation.outputs, own.outputs, made, strict=True):
                 env[number], names[other] = known, number
                 self._check_shape(whole.avals[number], local.avals[other], known)
         return [self._atom(a, b, env, names) for a, b in zip(whole.outputs, local.outputs, strict=True)]
+
+    def _unread(self, equation: Equation) -> int:
+        """How many of its first operands say nothing of an equation's results, which are known without them."""
+        if rule_of(equation.name).sends is not None and any(axis in self.joined for axis in equation.op.mesh_axes):
+            return len(equation.inputs)
+        return len(equation.inputs) - 1 if is_row_by_row(equation.op) else 0
+
+    def _needed(self, program: Program) -> set[Equation]:
+        """The equations that say something of a program's results."""
+        wanted, needed = set(names_of(program.outputs)), set[Equation]()
+        for equation in reversed(program.equations):
+            if not wanted.isdisjoint(equation.outputs):
+                needed.add(equation)
+                self._asked[equation] = [number in wanted for number in equation.outputs]
+                wanted.update(names_of(equation.inputs[self._unread(equation) :]))
+        return needed
 
     def _check_shape(self, whole: Any, own: Any, known: Known) -> None:
         if known.is_sum or any(known.places):
@@ -140,6 +172,10 @@ class Walk:
             raise NotProven
         if equation.name == "model_call":
             return self._call(equation, own, given)
+        if equation.inputs and self._unread(equation) == len(equation.inputs):
+            return [Known((None,) * len(self.groups))] * len(equation.outputs)
+        if is_row_by_row(equation.op):
+            return [given[-1]]
         if rule_of(equation.name).casts:
             return given  # in typed mode numbers that grow with the batch are cast, too
         if any(known.literal for known in given):
@@ -187,12 +223,20 @@ class Walk:
         custom = equation.name.startswith("custom_")
         if custom and not self.in_derivative and any(known.is_sum for known in given):
             raise NotProven
+        if not custom:
+            return self._of_asked(inside(equation), inside(own), given, self._asked[equation])
         made = self.program(inside(equation), inside(own), given)
-        if custom and not self.in_derivative:  # a step differentiates once
+        if not self.in_derivative:  # a step differentiates once
             self.in_derivative = True
             self._derivative(equation, own, given, made)
             self.in_derivative = False
         return made
+
+    def _of_asked(self, whole: Program, local: Program, given: list[Known], asked: list[bool]) -> list[Known]:
+        """The results of a body that somebody reads; of the others nothing is said."""
+        cut = lambda program: replace(program, outputs=tuple(itertools.compress(program.outputs, asked)))
+        made = iter(self.program(cut(whole), cut(local), given))
+        return [next(made) if each else Known((None,) * len(self.groups)) for each in asked]
 
     def _derivative(self, equation: Equation, own: Equation, given: list[Known], made: list[Known]) -> None:
         floats = lambda known, avals: [k for k, aval in zip(known, avals, strict=True) if _is_float(aval)]

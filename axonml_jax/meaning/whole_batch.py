@@ -184,6 +184,9 @@ class WholeBatch:
         if (key := (asked.groups, asked.signature)) not in self._decided:
             traced = cache(asked.traced)
             found = decided(asked, traced, in_layers=self.in_layers, trains=self.trains, inlines=inlines)
+            if found == MIXED and talks(asked.inlined((), run=True).program, asked.axes):
+                mixes(asked, traced, inlines=False)  # which says so
+                found = ROWS
             refuse_draws(asked, found)
             if jax.tree.leaves(asked.variables.state) and (found == ROWS or isinstance(found, Decided)):
                 from axonml_jax.meaning.own_state import moved_once, warn_of_state
@@ -212,10 +215,8 @@ class WholeBatch:
         """Runs the loss with the model's own code in its program, where the loss differentiates or maps the model."""
         if self.in_layers or self.positions is not None:
             raise unknown(why)
-        whole = asked.inlined(())
+        whole = asked.inlined((), run=True)
         if talks(whole.program, asked.axes):
-            if why == MIXED:
-                mixes(asked, cache(asked.traced), inlines=False)  # which says so
             return on_rows(asked.batch)
         values = _values(ranks, asked, whole)
         loss, state = whole.out_tree.unflatten(Interpreter(ranks).run(whole.program, values))
