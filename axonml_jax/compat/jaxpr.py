@@ -463,11 +463,6 @@ def function_of(op: Operation) -> str:
     return _inner(op.call).debug_info.func_name if op.name == "custom_vjp_call" and op.call is not None else ""
 
 
-def is_row_by_row(op: Operation) -> bool:
-    """Whether an operation says that rows of its first operand are made of those of its last (`layers/dispatch.py`)."""
-    return function_of(op) == "row_by_row" and is_ours(op)
-
-
 def is_users_function(op: Operation) -> bool:
     """Whether a call with a derivative of its own has one that is neither JAX's nor this library's."""
     params = op.eqn.params

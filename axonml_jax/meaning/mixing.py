@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from axonml_jax.compat.jaxpr import Operation, is_ours, is_row_by_row
+from axonml_jax.compat.jaxpr import Operation, is_ours
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.compat.row_keys import draws, is_row_key, rows_of
 from axonml_jax.meaning.asked import Asked, Traced, program_of
@@ -43,6 +43,7 @@ from axonml_jax.program.program import (
     all_but_named,
     is_constant,
     is_elementwise,
+    is_row_by_row,
     read_program,
     results,
     rule_of,

@@ -14,11 +14,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from axonml_jax.compat.jaxpr import is_row_by_row
 from axonml_jax.meaning.interpreter import backward_derivative, forward_derivative, of_cotangent
 from axonml_jax.meaning.model_call import Unclear, place_of
 from axonml_jax.meaning.places import SUM, Group, Places, Split, local_shape, step_of
-from axonml_jax.program.program import Equation, Program, is_constant, is_elementwise, names_of, rule_of
+from axonml_jax.program.program import Equation, Program, is_constant, is_elementwise, is_row_by_row, names_of, rule_of
 
 
 class NotProven(Exception):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.base import PyTree
-from axonml_jax.compat.jaxpr import Literal, Operation, opened, trace
+from axonml_jax.compat.jaxpr import Literal, Operation, function_of, is_ours, opened, trace
 from axonml_jax.compat.order import BARRIER, WAITING
 from axonml_jax.compat.varying_types import CASTS
 
@@ -317,6 +317,11 @@ def named_call(op: Operation) -> NamedCall | None:
     """The named call of an operation, if its operands have the ranks it was written for; None for others, as derivatives."""
     found = NAMED_CALLS.get(op.label)
     return found if found is not None and tuple(aval.ndim for aval in op.given) == found.dims else None
+
+
+def is_row_by_row(op: Operation) -> bool:
+    """Whether an operation says that rows of its first operand are made of those of its last (`layers/dispatch.py`)."""
+    return function_of(op) == "row_by_row" and is_ours(op)
 
 
 def all_but_named(op: Operation, inputs: Sequence[Atom]) -> bool:
