@@ -561,6 +561,27 @@ def test_code_that_is_written_for_ranks_runs_on_them_without_a_word():
     assert model(BATCH["x"]).shape == (16, 1)
 
 
+class OwnNorm(nnx.Module):
+    """A norm that names the mesh's axis itself, as scripts for several devices write it."""
+
+    def __init__(self, mixes):
+        rngs = nnx.Rngs(0)
+        self.norm, self.last = nnx.BatchNorm(6, axis_name="data", rngs=rngs), nnx.Linear(6, 1, rngs=rngs)
+        self.mixes = mixes
+
+    def __call__(self, x):
+        return self.last(self.mixes(self.norm(x)))
+
+
+def test_beside_a_norm_over_an_axis_of_its_own_mixed_rows_are_named():
+    batch = {name: x.astype(np.float32) for name, x in BATCH.items()}
+    apart, mixed = (ax.DDP(OwnNorm(mixes), mesh_of(data=4)) for mixes in (jnp.tanh, lambda h: jnp.sort(h, axis=0)))
+    apart.trainer(optax.sgd(0.1), mean).step(batch)
+    assert apart(batch["x"]).shape == (16, 1)
+    with pytest.warns(UserWarning, match="mixes rows of the batch: sort"):
+        mixed.trainer(optax.sgd(0.1), mean).step(batch)
+
+
 class Grouped(nnx.Module):
     def __init__(self):
         rngs = nnx.Rngs(0)

@@ -287,7 +287,7 @@ def row_by_row(y: jax.Array, x: jax.Array) -> jax.Array:
 
     Args:
       y: what came back of the experts; slots and sorts hide whose it is.
-      x: what they were given, in the same shape.
+      x: what they were given, in the same shape; under `jax.vmap` their dims may be in another order.
     """
     return y
 

@@ -835,7 +835,9 @@ class Forward:
 
         try:
             (whole, names), (part, _), state = called(1), called(parts), named_leaves(self.model.shapes.state)
-        except NameError:  # an axis is not bound: code with collectives of its own is written for a rank's rows
+        except NameError as error:  # code with collectives of its own is written for a rank's rows
+            if "unbound axis" not in str(error):
+                raise
             return
         look_at_call(
             Alone(
