@@ -93,7 +93,10 @@ ON_BOTH_ENDS = (
     "test_train_resume.py::test_a_run_stopped_by_sigterm_and_resumed_ends_bit_for_bit_like_an_uninterrupted_one",
     "test_shrink.py::test_a_run_takes_in_a_machine_and_goes_on_when_it_is_lost_with_the_losses_of_one_device",
 )
-"""Slow tests that the oldest JAX runs too: processes, a restart, SIGTERM, a job that shrinks."""
+"""Slow tests that the oldest JAX always runs too: processes, a restart, SIGTERM, a job that shrinks."""
+
+SLOW_PARTS = 16
+"""Of the other slow tests the oldest JAX runs one in so many."""
 
 PINNED = (
     "test_bad_input.py::test_a_trainer_that_cannot_work_is_refused_before_its_state_is_allocated[clipping to zero]",
@@ -123,18 +126,18 @@ def pytest_report_header():
     return f"rows of tables: chosen by AXONML_SALT={salt()}"
 
 
-def _part(row):
-    return row.partition("/")[2] not in PINNED, zlib.crc32(f"{salt()} {row}".encode())
+def _drawn(name):
+    return zlib.crc32(f"{salt()} {name}".encode())
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of every table of cases one row, and every test without rows; but of those that are marked `slow` only `ON_BOTH_ENDS`.
+    """Of every table of cases one row, and every test without rows; of those marked `slow` one in `SLOW_PARTS`.
 
-    AXONML_ROWS=N asks for the slow ones, all pages of the documentation, and N rows of every table; `all` for everything. Rows
-    are chosen by their names and a salt that changes with each commit, those that are pinned first. The choice is the same on
-    every machine and for every version; the rows of a smaller number are among those of a larger. Whoever names files or tests
-    gets all of them. AXONML_SHARE=N takes, of what neither of this asked for alone, every Nth by the salt, and of what is slow
-    every third: of tests that the other end of the range runs all, this one need not.
+    AXONML_ROWS=N asks for all slow ones, all pages of the documentation, and N rows of every table; `all` for everything. Tests
+    and rows are drawn by their names and a salt that changes with each commit; `ON_BOTH_ENDS` and `PINNED` are always taken. The
+    choice is the same on every machine and for every version; the rows of a smaller number are among those of a larger. Whoever
+    names files or tests gets all of them. AXONML_SHARE=N takes, of what neither of this asked for alone, every Nth: of tests
+    that the other end of the range runs all, this one need not.
     """
     asked, share = os.environ.get("AXONML_ROWS", ""), os.environ.get("AXONML_SHARE", "1")
     if asked == "all" or config.args_source is not config.ArgsSource.TESTPATHS:
@@ -143,24 +146,23 @@ def pytest_collection_modifyitems(config, items):
         raise pytest.UsageError(f"AXONML_ROWS={asked!r}: it is a number of rows, or 'all'")
     if not (share.isdecimal() and int(share)):
         raise pytest.UsageError(f"AXONML_SHARE={share!r}: it is a number, of which one part is taken")
-    left_out = lambda name, of: zlib.crc32(f"{salt()} {name}".encode()) % of > 0
-    if gone := {*ON_BOTH_ENDS, *PINNED} - {item.nodeid.partition("/")[2] for item in items}:
+    always = {*ON_BOTH_ENDS, *PINNED}
+    if gone := always - {item.nodeid.partition("/")[2] for item in items}:
         raise pytest.UsageError(f"tests/conftest.py names tests that are gone: {sorted(gone)}")
     tables, kept = collections.defaultdict(list), set()
     whole = EVERY_ROW + EVERY_ROW_WHEN_ASKED if asked else EVERY_ROW
     for item in items:
-        name = item.nodeid.split("[")[0]
-        if item.module.__name__.removeprefix("test_") in whole:
+        name, waits = item.nodeid.split("[")[0], not asked and item.get_closest_marker("slow") is not None
+        in_whole = not waits and item.module.__name__.removeprefix("test_") in whole
+        if in_whole or item.nodeid.partition("/")[2] in always:
             kept.add(item.nodeid)
-        elif item.get_closest_marker("slow") and not asked:
-            kept.update({item.nodeid} if item.nodeid.partition("/")[2] in ON_BOTH_ENDS else ())
-        elif left_out(name, min(3, int(share)) if item.get_closest_marker("slow") else int(share)):
-            kept.update({item.nodeid} if item.nodeid.partition("/")[2] in PINNED else ())
+        elif _drawn(name) % (int(share) * (SLOW_PARTS if waits else 1)):
+            continue
         elif hasattr(item, "callspec"):
             tables[name].append(item.nodeid)
         else:
             kept.add(item.nodeid)
     for rows in tables.values():
-        kept.update(sorted(rows, key=_part)[: int(asked or 1)])
+        kept.update(sorted(rows, key=_drawn)[: int(asked or 1)])
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]

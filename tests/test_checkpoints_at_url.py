@@ -67,6 +67,7 @@ def test_a_file_url_is_a_folder_in_which_the_same_lies(tmp_path, cache):
     assert {"step_00000001.commit", "step_00000002.commit"} <= {path.name for path in (tmp_path / "there").iterdir()}
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_url_bit_for_bit(s3):  # noqa: F811
     import jax.numpy as jnp
     import optax
@@ -94,6 +95,7 @@ def test_training_goes_on_from_a_url_bit_for_bit(s3):  # noqa: F811
     np.testing.assert_array_equal(on, train(8, fsdp=2)[1])
 
 
+@pytest.mark.slow
 def test_a_store_that_is_busy_is_tried_again_and_one_that_stays_away_is_an_error(s3, cache):  # noqa: F811
     seen = collections.Counter()
 
@@ -114,6 +116,7 @@ def test_a_store_that_is_busy_is_tried_again_and_one_that_stays_away_is_an_error
     assert committed(s3) == [1, 2] and left(cache) == []  # whoever restores sends it, as nobody else will
 
 
+@pytest.mark.slow
 def test_failures_of_a_store_that_may_pass_are_counted_and_what_waits_goes_with_the_next(s3, caplog):  # noqa: F811
     with ax.CheckpointManager(URL, every=1, max_failures=3) as manager:
         manager.save(1, Weights(1))
@@ -139,6 +142,7 @@ def test_what_a_store_refuses_ends_the_run_at_once(s3):  # noqa: F811
         manager.settle()
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_by_name(s3, caplog):  # noqa: F811
     save(1, 2, 3)
     path = next(path for path in s3.objects if "step_00000003." in path and path.endswith("_METADATA"))
@@ -194,6 +198,7 @@ def test_two_jobs_of_one_machine_do_not_write_to_one_url_and_readers_may_read(s3
     assert committed(s3) == [1, 2]
 
 
+@pytest.mark.slow
 def test_one_checkpoint_is_saved_to_and_restored_from_a_url(s3, cache):  # noqa: F811
     assert ax.save(f"{URL}/final", Weights(7), verify=True) == f"{URL}/final"
     assert value(ax.restore(f"{URL}/final", Weights())) == 7 and left(cache) == []
@@ -231,6 +236,7 @@ def test_what_a_url_does_not_have_is_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_at_a_url_that_goes_back_keeps_what_it_saves_then(s3, caplog):  # noqa: F811
     for again in (False, True):  # the second time over what was put aside before
         save(*(10, 20, 30, 40)[again:])
@@ -240,6 +246,7 @@ def test_a_run_at_a_url_that_goes_back_keeps_what_it_saves_then(s3, caplog):  # 
     assert len({path.split("/")[3] for path in s3.objects if ".commit" not in path and "/step_" in path}) == 3 + 4
 
 
+@pytest.mark.slow
 def test_a_save_that_is_tried_again_at_its_step_puts_nothing_aside(s3, cache, caplog):  # noqa: F811
     with ax.CheckpointManager(URL, every=1, max_failures=3) as manager:
         manager.save(1, Weights(1))

@@ -201,6 +201,7 @@ def test_explain_prints_plan_and_ledger_and_allocates_nothing(run):
     assert len(jax.live_arrays()) <= before  # others' garbage may go meanwhile
 
 
+@pytest.mark.slow
 def test_explain_simulates_the_devices_that_a_machine_lacks_where_nobody_says_a_number(tmp_path):
     config = yaml.safe_load(Path(QUICKSTART).read_text()) | {"mesh": {"fsdp": 8, "data": -1}}
     del config["devices"]

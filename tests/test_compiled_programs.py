@@ -26,6 +26,7 @@ print(events.count("/jax/compilation_cache/cache_hits"), compiled_in_words())
 """
 
 
+@pytest.mark.slow
 def test_a_later_process_reads_what_an_earlier_one_compiled(tmp_path):
     said = []
     environment = {"XDG_CACHE_HOME": str(tmp_path), "JAX_ENABLE_COMPILATION_CACHE": "1"}

@@ -113,6 +113,7 @@ def test_sequences_split_over_ranks_train_as_on_one_device(name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", [{"data": 2, "context": 2}, {"pipe": 2, "context": 2}])
 def test_masks_follow_global_positions_as_all_ranks_have_the_same_keys(degrees):
     plan = plan_of(pipe=ONE_F_ONE_B) if "pipe" in degrees else plan_of("striped", accumulate=2)

@@ -206,6 +206,7 @@ def test_positions_and_masks_that_come_with_the_batch_are_split(method, ranks):
     assert_equals_single_device(Given(), labelled, batches, plan, mesh=mesh, max_grad_norm=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "method"), [(Flax, "gather"), (Flax, "ring"), (Padded, "ring")])
 def test_positions_that_do_not_divide_over_the_ranks_are_split_and_padded(make, method):
     """In 32 bits, as XLA's partitioner ends the process over 64-bit indices in uneven parts."""

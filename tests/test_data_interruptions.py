@@ -68,6 +68,7 @@ def test_no_sample_is_lost_or_doubled_over_interruptions_and_changes_of_world_si
         assert len(epochs) > 50 and (np.sort(epochs) == np.arange(96)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
     "name", ["a mixture of datasets", "an iterable, shuffled", "its own state", "packed rows of a stream"]

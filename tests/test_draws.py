@@ -168,6 +168,7 @@ def test_a_linen_model_has_a_stream_for_every_name_in_training_and_none_of_its_o
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8), own, wanted)
 
 
+@pytest.mark.slow
 def test_a_check_and_a_test_of_a_model_compare_dropout():
     plan = ax.Plan(fsdp=ax.Shard(), accumulate=2, draws="rows")
     trainer = nnx_model({"fsdp": 2}, plan).trainer(optax.sgd(0.1), masked)

@@ -154,6 +154,7 @@ def test_they_are_saved_and_restored_under_another_plan_and_seen_in_their_shapes
     ax.restore(tmp_path / "again", first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"capacity_factor": 1.0, "shared_size": 8}], ids=["dropless", "capacity"])
 @pytest.mark.parametrize(("ranks", "check_vma"), [(1, True), (2, True), (2, False)])
 def test_experts_take_no_tokens(ranks, check_vma, options):

@@ -307,6 +307,7 @@ def test_routers_refuse_what_cannot_be():
             make()
 
 
+@pytest.mark.slow
 def test_what_the_platform_lacks_is_refused_by_name_where_anything_travels():
     sizes = {"experts": 4, "tokens": 8, "top_k": 2, "width": 4, "capacity": None}
     with pytest.raises(ValueError, match="no ragged all-to-all for cpu: use 'rounds'"):

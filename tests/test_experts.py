@@ -149,6 +149,7 @@ def test_one_token_a_rank_and_ranks_of_padding_alone():
     assert_gradients_equal(Net(layers=1), {"expert": 4, "data": 2}, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", [{"expert": 4}, {"expert": 2, "data": 2}, {"expert": 2, "context": 2}], ids=str)
 def test_capacity_drops_what_groups_on_one_device_drop(degrees):
     ranks, positions = math.prod(degrees.values()) // degrees.get("context", 1), degrees.get("context", 1)

@@ -98,6 +98,7 @@ def test_values_that_differ_between_ranks_are_averaged():
     assert records_of(steps=1)[0].metrics["grad_norm"] == 2.0
 
 
+@pytest.mark.slow
 def test_the_time_of_validating_of_the_caller_and_of_saving_counts_in_no_speed():
     def slow(*_):
         time.sleep(0.5)

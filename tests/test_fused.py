@@ -148,6 +148,7 @@ def loss_fn(model, batch):
     return ax.WeightedMean(*model.loss(batch["x"], batch["y"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_with_kernels_trains_as_the_plain_one_on_one_device(name, plan):

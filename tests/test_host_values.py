@@ -126,6 +126,7 @@ def chosen(allowance, rates, model=MODEL, **plan):
         return chooser, sent(step, *args)
 
 
+@pytest.mark.slow
 def test_a_budget_sends_where_there_is_a_link_and_the_choice_is_a_value():
     _, without = chosen(0, SENDING._replace(host=0.0))
     assert without == (0, 0)
@@ -146,6 +147,7 @@ def test_a_budget_sends_where_there_is_a_link_and_the_choice_is_a_value():
         assert sent(step, *args) == (out, back)
 
 
+@pytest.mark.slow
 def test_no_more_is_on_the_host_than_may_be():
     fewest, _ = chosen(0, SENDING)
     loop = max(fewest.found.units, key=lambda unit: unit.away)
@@ -159,6 +161,7 @@ def test_no_more_is_on_the_host_than_may_be():
     assert loop.away > 0 and not any(unit.host for unit in chooser.found.units)
 
 
+@pytest.mark.slow
 def test_more_room_repeats_and_sends_less():
     fewest, _ = chosen(0, SENDING)
     tried = [chosen(share * fewest.found.live, SENDING)[0].found for share in (1, 2, 1000)]

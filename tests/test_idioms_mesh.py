@@ -69,6 +69,7 @@ def test_layers_that_split_themselves_keep_their_ranks_beside_placements():
     assert_trees_close(np.float32(got), np.float32(wanted), "losses")
 
 
+@pytest.mark.slow
 def test_what_entries_hand_back_can_be_computed_with_under_explicit_axes():
     mesh = explicit((8,), ("shards",))
     with jax.set_mesh(mesh):

@@ -202,6 +202,7 @@ def test_predicted_memory_is_near_what_the_compiler_plans(style, degrees, option
     assert abs(arguments - 1) < 0.02 and abs(temporaries - 1) < near, str(found)
 
 
+@pytest.mark.slow
 def test_rows_of_several_documents_are_in_the_memory_and_rule_out_the_kernel_that_mixes_them():
     plan, degrees, model = ax.Plan(), {"data": 4}, config(LLAMA, head_dim=64, max_length=1024, dtype="bfloat16")
     step, state, rows = step_of(model, plan, degrees, 8)

@@ -106,6 +106,7 @@ def test_predicted_traffic_is_that_of_the_traced_program(row):
     assert prediction.params == sum(weight.size for weight in decoder_weights(model_of(row[0], row[1], **row[2])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", RAGGED, ids=name)
 def test_of_a_ragged_exchange_the_trace_has_the_bounds_that_are_predicted(monkeypatch, row):
     """CPUs lower it and compile it not; which rows are filled is data, so both count all of them."""
@@ -116,6 +117,7 @@ def test_of_a_ragged_exchange_the_trace_has_the_bounds_that_are_predicted(monkey
     assert "ragged_all_to_all" in kinds and "all_to_all" not in kinds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", PIPED, ids=name)
 def test_in_a_pipeline_a_trace_counts_idle_ticks_and_nothing_else_differs(row):
     """A trace counts the dearest branch of every tick; stages work in as many of them as there are microbatches of chunks."""

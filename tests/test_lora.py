@@ -65,6 +65,7 @@ PLANS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_adapters_train_as_on_one_device(name):
     changes, degrees, plan = PLANS[name]

@@ -95,6 +95,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
 def test_published_weights_are_quantized_where_they_will_rest_and_written_as_floats(name, tmp_path):
     pytest.importorskip("safetensors")

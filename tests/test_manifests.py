@@ -207,6 +207,7 @@ def test_what_cannot_run_is_refused_and_nothing_is_printed(case, capsys):
     assert re.search(words, err, re.DOTALL), err
 
 
+@pytest.mark.slow
 def test_the_flags_of_train_count_as_they_do_there(capsys, tmp_path, monkeypatch):
     large = ["--nnodes=1", "--gpus-per-node=1", "train", "configs/gpt_fsdp.yaml", "--model.hidden_size=16384"]
     large += ["--model.num_layers=64", "--model.num_heads=128"]

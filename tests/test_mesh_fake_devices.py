@@ -118,6 +118,7 @@ def test_in_a_fresh_process(case):
     run(["-c", "\n".join(lines)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 3, 8])
 def test_steps_that_nobody_waits_for_end_with_the_fewest_threads(devices):
     script = os.path.join(os.path.dirname(__file__), "..", "benchmarks", "faults", "run_ahead.py")

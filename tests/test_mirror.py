@@ -69,6 +69,7 @@ def test_copies_are_committed_last_and_stay_by_the_same_rules(tmp_path, s3):
     assert go_on(tmp_path / "c") == 7
 
 
+@pytest.mark.slow
 def test_the_best_is_the_best_of_all_copies_on_a_machine_without_them_too(tmp_path, s3):
     save(tmp_path / "a", 1, 2, 3, 4, keep=1, best="loss")
     assert committed(s3) == [2, 4] and names(tmp_path / "a") == ["step_00000002", "step_00000004"]
@@ -90,6 +91,7 @@ def test_what_is_here_is_not_fetched_and_without_copies_nothing_is(tmp_path, s3)
     assert read == ["/bucket/run/step_00000002.commit"] * 2  # whose copies these are, and at the end whether it is one
 
 
+@pytest.mark.slow
 def test_a_damaged_copy_is_passed_over_by_name(tmp_path, s3, caplog):
     save(tmp_path / "a", 1, 2, 3, 4)
     path = next(path for path in s3.objects if "step_00000004." in path and path.endswith("_METADATA"))
@@ -262,6 +264,7 @@ save(sys.argv[1], 1, 2)
 """
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_it_copies_leaves_the_copy_before(tmp_path, s3):
     """The server holds the commit of step 2 back until its client is dead; what that has left goes with the next claim."""
     killed_while_it_puts(s3, "step_00000002.commit", KILLED, str(tmp_path / "a"))
@@ -298,6 +301,7 @@ def test_a_run_whose_folder_is_gone_goes_on_from_the_copies(tmp_path, s3, capsys
     assert [record.step for record in read_records(tmp_path / "two" / "mine" / "metrics.jsonl")] == [8, 9]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_back_leaves_copies_behind_too(tmp_path, s3, monkeypatch):
     save(tmp_path, 10, 20, 30, 40)
     save(tmp_path, 25)

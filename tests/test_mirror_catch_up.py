@@ -37,6 +37,7 @@ def test_whoever_claims_a_folder_copies_what_has_no_copy_yet(tmp_path, s3, caplo
     assert "step_00000004 has no copy, and is not copied: " in caplog.text and "_METADATA: its checksum" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_program_that_only_restores_copies_at_its_end_what_nobody_else_will(tmp_path, s3, caplog):  # noqa: F811
     s3.refuse = lambda method, path: 403 if method == "PUT" and "step_00000002" in path else None
     with pytest.raises(OSError, match="the newest checkpoint is not copied"):

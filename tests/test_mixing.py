@@ -326,6 +326,7 @@ EXPERTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", ["centred", "by their number"])
 @pytest.mark.parametrize("experts", EXPERTS)
@@ -368,6 +369,7 @@ class Stepped(WithExperts):
         return super().__call__(x)
 
 
+@pytest.mark.slow
 def test_state_that_follows_from_no_rows_moves_once_beside_experts():
     model = ax.parallelize(Stepped(jnp.sin), mesh_of(data=2), ax.Plan(accumulate=4))
     model.trainer(optax.sgd(0.1), balanced).step(BATCH)
@@ -382,6 +384,7 @@ def recomputed(model, batch):
     return ((made - batch["y"]) ** 2).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["softmax", "a bias that is learned"])
 def test_a_loss_that_transforms_a_model_with_experts_is_a_plain_mean_where_it_is_one(experts):
     make = lambda: WithExperts(jnp.sin, **EXPERTS[experts])
@@ -412,6 +415,7 @@ class TimeMajor(WithExperts):
         return self.last(jnp.tanh(self.mixes(h)).sum(1)), 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", [True, False])
 def test_rows_behind_experts_under_vmap_are_where_they_are(mixed):
     of_rows = lambda h: h / (jnp.abs(h).max(0) + 0.1)

@@ -93,6 +93,7 @@ def model(request):
     return Transformer(CONFIGS[request.param], rngs=nnx.Rngs(3))
 
 
+@pytest.mark.slow
 def test_what_is_written_reads_back_the_same(model, tmp_path):
     values = values_of(model)
     write_pretrained(tmp_path, model.config, values)
@@ -158,6 +159,7 @@ def test_descriptions_of_older_versions_are_those_of_the_presets(name):
     assert config_of(description_of(config_of(scaled))) == config_of(scaled)
 
 
+@pytest.mark.slow
 def test_the_names_are_those_of_the_published_files(tmp_path):
     pytest.importorskip("safetensors")
     for name, wanted in (

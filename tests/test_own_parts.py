@@ -77,6 +77,7 @@ def expected():
     return one_device()
 
 
+@pytest.mark.slow
 def test_a_stack_of_layers_is_refused_by_what_rests_alone(write, capsys):
     """A step gathers it a slice at a time: 16 layers of 256 KiB, of which each of 8 devices keeps an eighth, thrice over."""
     stacked = {"class_path": "own_parts.Stacked", "init_args": {"width": 256, "depth": 16}}

@@ -126,6 +126,7 @@ print(times.pace().stopped, times.pace().work)
 """
 
 
+@pytest.mark.slow
 def test_a_stopped_process_knows_for_how_long_and_what_it_ran():
     with subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "now\n"

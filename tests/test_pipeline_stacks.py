@@ -214,6 +214,7 @@ def test_a_module_whose_parameters_have_other_sizes_is_no_stack():
         ax.Pipelined(split=3)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_works_on_matrices_updates_gathered_ones():
     pipe = lambda **own: ax.Pipeline(
         Loops(by_number), mesh_of(pipe=2), num_microbatches=2, schedule="interleaved", **own
@@ -256,6 +257,7 @@ def test_checkpoints_go_from_a_stack_in_a_pipeline_to_other_plans_and_back(tmp_p
         assert len(params) == 1, name
 
 
+@pytest.mark.slow
 def test_the_librarys_own_stack_of_layers_runs():
     model = config(LLAMA, num_layers=4, scan_layers=True)
     batch = tokens(8)

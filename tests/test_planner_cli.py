@@ -161,6 +161,7 @@ def test_a_scanned_model_is_described_by_what_a_step_gathers(tiny, capsys):
     assert re.search(rf"^gathered +{gathered}$", out, re.MULTILINE), out
 
 
+@pytest.mark.slow
 def test_a_budget_fails_the_check_and_names_what_grew(tiny, tmp_path, capsys):
     baseline = tmp_path / "baseline.json"
     assert main(["explain", str(tiny), "--write-baseline", str(baseline)]) == 0
@@ -225,6 +226,7 @@ def test_explain_refuses_no_budget_of_a_device_that_is_not_there(memory, tiny, c
     assert "all_reduce" in out and "kept for the backward" not in out
 
 
+@pytest.mark.slow
 def test_train_refuses_a_budget_that_nothing_fits_before_a_trainer_is_made(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("axonml_jax.cli.train._trainer", lambda *_, **__: pytest.fail("arrays were allocated"))
     flags = ["--plan.remat=null", "--plan.memory=1KiB", f"--output.dir={tmp_path / 'run'}"]

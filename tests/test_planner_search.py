@@ -317,6 +317,7 @@ def test_a_ring_is_chosen_where_gathered_keys_do_not_fit():
     assert ax.plan(model, max_memory=held["ring"], **given).best.candidate.method == "ring"
 
 
+@pytest.mark.slow
 def test_parts_of_sequences_that_are_too_short_or_do_not_divide_are_not_tried():
     answer = ax.plan(LONG, num_devices=32, hardware=replace(TINY, memory=2**40), global_batch=32)
     assert answer.illegal["fewer than 1,024 positions on a rank of context"]

@@ -48,6 +48,7 @@ def values():
     return [0.1 * jax.random.normal(next(keys), shape) for shape in shapes] + [jnp.ones(H)]
 
 
+@pytest.mark.slow
 def test_bytes_and_products_of_every_set_are_those_of_jax_checkpoint():
     given, labels = values(), ("qkv", "scores", "mixed", "out", "up")
     graph = graph_of(block, given, range(len(given)))
@@ -142,6 +143,7 @@ print([sorted(price.keep) for price in found])
 """
 
 
+@pytest.mark.slow
 def test_all_processes_choose_alike():
     paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     said = [
@@ -189,6 +191,7 @@ def test_the_choice_repeats_least_of_all_that_fit(seed, stages):
             assert peak(pieces, found) <= budget and seconds(found) == min(map(seconds, fitting))
 
 
+@pytest.mark.slow
 def test_the_curve_of_a_choice_goes_from_nothing_repeated_to_what_holds_least_and_through_what_is_chosen():
     model = config(LLAMA, num_layers=3, max_length=64)
     args = step_of(model, ax.Plan(), {"data": 2}, 16, length=64)[1:]
@@ -246,6 +249,7 @@ ROWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_a_step_fits_the_bytes_that_it_is_given(name):
     degrees, options, more = ROWS[name]
@@ -258,6 +262,7 @@ def test_a_step_fits_the_bytes_that_it_is_given(name):
     assert isinstance(step.recompute, Recompute) and step.recompute.seconds > 0
 
 
+@pytest.mark.slow
 def test_what_holds_least_is_to_be_had_of_experts_too():
     """Their block has values that are worth nothing: as many bytes and seconds are priced with and without them."""
     experts = ExpertsConfig(num_experts=4, top_k=2, inner_size=64)
@@ -268,6 +273,7 @@ def test_what_holds_least_is_to_be_had_of_experts_too():
     assert peak_of(step.lower(state, rows).compile()) <= budget
 
 
+@pytest.mark.slow
 def test_a_budget_just_missed_repeats_little():
     model = config(LLAMA, num_layers=3, max_length=64)
     make = lambda **own: step_of(model, ax.Plan(**own), {"data": 2}, 16, length=64)
@@ -303,6 +309,7 @@ def trained(**options):
     return trainer, [float(trainer.step(BATCH)["loss"]) for _ in range(3)]
 
 
+@pytest.mark.slow
 def test_budgets_names_policies_and_chosen_units_train_alike_and_what_cannot_be_is_refused():
     _, plain = trained()
     chosen, losses = trained(memory=380_000)
@@ -374,6 +381,7 @@ def test_stages_keep_block_by_block_and_train_alike(schedule):
         np.testing.assert_allclose(staged(schedule, remat=remat)[1], plain, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_stage_repeats_what_its_blocks_do_not_keep():
     model, plan = config(LLAMA, num_layers=4), {"pipe": ax.Pipelined(num_microbatches=4)}
     make = lambda remat: step_of(model, ax.Plan(remat=remat, **plan), {"data": 1, "pipe": 2}, 8, length=LENGTH)

@@ -97,6 +97,7 @@ def test_eval_finds_the_loss_that_training_found(place, said, flags, step):
     assert (found["batches"], found["tokens"]) == (23, 22 * 64 + 24)  # the last batch is three windows of 8
 
 
+@pytest.mark.slow
 def test_eval_takes_other_text_and_parts(said):
     text = said("eval", "runs/quick/checkpoints/step_00000003", "--split", "train", "--batches", "2")
     assert "runs/quick, step 3" in text and "train        2 batches, 128 tokens" in text and "nats per token" in text
@@ -160,6 +161,7 @@ class Led:
         return self.said.pop(0)
 
 
+@pytest.mark.slow
 def test_the_main_process_chooses_the_checkpoint_and_reads_the_prompts(place, said, monkeypatch):
     monkeypatch.setattr("axonml_jax.cli.saved.Team", Led)
     kept = str(place / "runs" / "quick" / "checkpoints" / "step_00000003")

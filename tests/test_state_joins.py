@@ -72,6 +72,7 @@ def assert_same(got, want):
         np.testing.assert_allclose(got[name], want[name], rtol=1e-9, atol=1e-12, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANS)
 def test_joined_state_is_that_of_a_loop_over_all_parts(name):
     degrees, options = PLANS[name]

@@ -246,6 +246,7 @@ def test_the_older_partitioner_is_refused_where_it_ends_the_process(left):
         jax.config.update("jax_use_shardy_partitioner", True)
 
 
+@pytest.mark.slow
 def test_each_rank_gathers_its_own_part_of_what_rules_split(compiled_for_users):
     """Neither axis splits a dim of the other's; along tensor nothing but activations travels, along fsdp a rank's own parts."""
     mesh = mesh_of(fsdp=4, tensor=2)
@@ -267,6 +268,7 @@ def test_each_rank_gathers_its_own_part_of_what_rules_split(compiled_for_users):
     assert all(result_bytes(result) <= 8 * 2 * 6 for _, result, _ in along.entries), str(along)
 
 
+@pytest.mark.slow
 def test_checkpoints_go_on_between_rules_beside_fsdp_and_other_layouts(tmp_path):
     trainer = lambda degrees, rules: ax.parallelize(
         Blocks(nnx.Rngs(0)), mesh_of(**degrees), ax.Plan(partition=rules)
@@ -323,6 +325,7 @@ ROUTED = pytest.mark.filterwarnings("ignore:.* not known .*keep.* apart. cumsum:
 """Slots may be of all rows or of a rank's: here none is dropped."""
 
 
+@pytest.mark.slow
 @ROUTED
 @pytest.mark.parametrize(
     ("degrees", "rules", "plan"),

@@ -162,6 +162,7 @@ def test_own_gradients_of_what_ranks_along_depth_share_are_refused_by_name():
         model.value_and_grad(squares)(regression(4))
 
 
+@pytest.mark.slow
 def test_the_last_microbatch_is_written_again_only_where_a_reduction_waits_for_it():
     def products(accumulate, **degrees):
         plan = ax.Plan(accumulate=accumulate)
