@@ -133,11 +133,11 @@ def _drawn(name):
 def pytest_collection_modifyitems(config, items):
     """Of every table of cases one row, and every test without rows; of those marked `slow` one in `SLOW_PARTS`.
 
-    AXONML_ROWS=N asks for all slow ones, all pages of the documentation, and N rows of every table; `all` for everything. Tests
-    and rows are drawn by their names and a salt that changes with each commit; `ON_BOTH_ENDS` and `PINNED` are always taken. The
-    choice is the same on every machine and for every version; the rows of a smaller number are among those of a larger. Whoever
-    names files or tests gets all of them. AXONML_SHARE=N takes, of what neither of this asked for alone, every Nth: of tests
-    that the other end of the range runs all, this one need not.
+    AXONML_ROWS=N asks for all slow ones, all pages of the documentation, and N rows of every table; `all` for everything.
+    Tests and rows are drawn by their names and a salt that changes with each commit; `ON_BOTH_ENDS` and `PINNED` are always
+    taken. The choice is the same on every machine and for every version; the rows of a smaller number are among those of a
+    larger. Whoever names files or tests gets all of them. AXONML_SHARE=N takes, of what neither of this asked for alone, every
+    Nth: of tests that the other end of the range runs all, this one need not.
     """
     asked, share = os.environ.get("AXONML_ROWS", ""), os.environ.get("AXONML_SHARE", "1")
     if asked == "all" or config.args_source is not config.ArgsSource.TESTPATHS:
