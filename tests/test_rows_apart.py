@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental.ode import odeint
 from meshes import mesh_of
 from plan_models import F64, linear
 
@@ -17,6 +18,24 @@ def matrices(rows):
     """[n, 9] -> [n, 3, 3], positive definite."""
     own = rows.reshape(-1, 3, 3)
     return own @ own.transpose(0, 2, 1) + jnp.eye(3)
+
+
+def flown(matrix, start):
+    """Where a linear flow has come; its solver closes over the matrix, and has a derivative of its own."""
+    return odeint(lambda y, t: -matrix @ y, start, jnp.linspace(0, 1, 3))
+
+
+MATRIX = np.random.default_rng(2).normal(size=(9, 9)) + 4 * np.eye(9)
+
+
+@jax.custom_vjp
+def weighed(row):
+    """Closes over an array: JAX does not differentiate by it."""
+    return jnp.sin(row) * WEIGHTS
+
+
+WEIGHTS = jnp.linspace(0.5, 1, 9)
+weighed.defvjp(lambda row: (weighed(row), row), lambda row, g: (g * jnp.cos(row) * WEIGHTS,))
 
 
 def placed(row, how):
@@ -35,6 +54,32 @@ LOSSES = {
     "triangular": lambda rows: jax.scipy.linalg.solve_triangular(
         jnp.linalg.cholesky(matrices(rows)), jnp.ones((len(rows), 3, 2)), lower=True
     ).mean(),
+    "slogdet": lambda rows: jnp.linalg.slogdet(matrices(rows) + rows[:, :3, None])[1].mean(),
+    "inverse": lambda rows: jnp.square(jnp.linalg.inv(matrices(rows) + rows[:, :3, None])).mean(),
+    "solved": lambda rows: jnp.square(jax.vmap(jnp.linalg.solve)(matrices(rows), rows[:, :3])).mean(),
+    "solved with one matrix": lambda rows: jnp.square(jnp.linalg.solve(MATRIX, rows[..., None])).mean(),
+    "solved by conjugate gradients": lambda rows: jnp.square(
+        jax.vmap(lambda a, b: jax.scipy.sparse.linalg.cg(lambda v: a @ v, b, maxiter=3)[0])(matrices(rows), rows[:, :3])
+    ).mean(),
+    "permuted by pivots": lambda rows: jnp.abs(
+        jax.scipy.linalg.lu(rows.reshape(-1, 3, 3))[0] @ rows[:, :3, None]
+    ).mean(),
+    "expm": lambda rows: jax.vmap(jax.scipy.linalg.expm)(matrices(rows) / 4).mean(),
+    "polynomials": lambda rows: jnp.square(jax.vmap(jnp.polyval)(rows[:, :4], rows[:, 4:])).mean(),
+    "found among each row's": lambda rows: jnp.square(
+        jax.vmap(lambda row: row[jnp.searchsorted(jnp.sort(row), 0.1 * row) % 9])(rows)
+    ).mean(),
+    "between knots": lambda rows: jnp.square(jnp.interp(rows, jnp.linspace(-2, 2, 7), jnp.arange(7.0) ** 2)).mean(),
+    "an ordinary differential equation": lambda rows: jnp.square(
+        jax.vmap(flown)(matrices(rows) / 8, rows[:, :3])
+    ).mean(),
+    "one that is given what it reads": lambda rows: jnp.square(
+        jax.vmap(lambda a, y: odeint(lambda y, t, a: -a @ y, y, jnp.linspace(0, 1, 3), a))(
+            matrices(rows) / 8, rows[:, :3]
+        )
+    ).mean(),
+    "a derivative of one's own beside constants": lambda rows: jnp.square(weighed(rows)).mean(),
+    "such a one traced and mapped": lambda rows: jnp.square(jax.vmap(jax.jit(weighed))(rows)).mean(),
     "scatter-add under vmap": lambda rows: jnp.square(jax.vmap(lambda row: placed(row, "add"))(rows)).mean(),
     "scatter under vmap": lambda rows: jnp.square(jax.vmap(lambda row: placed(row[:1], "set"))(rows)).mean(),
     "own entries": lambda rows: jnp.square(rows[jnp.arange(len(rows)), jnp.argsort(rows)[:, 1]]).mean(),
@@ -176,3 +221,37 @@ def test_a_loop_that_ends_by_all_rows_of_the_model_is_refused_in_microbatches_wi
         ValueError, match=r"the model's results of other microbatches: \w+ \(line \d+ of test_rows_apart.py"
     ):
         trainer.step(LOOP_BATCH)
+
+
+def test_a_solver_whose_function_calls_the_model_is_of_the_whole_batch():
+    """An adaptive step is that of all rows; the solver's derivative knows no parameters but those that its function reads."""
+    make = lambda: linear(5, 5, nnx.Rngs(0))
+    loss = lambda model, x: jnp.square(odeint(lambda y, t: jnp.tanh(model(y)), x, jnp.linspace(0, 1, 3))).mean()
+    x = np.random.default_rng(0).normal(size=(16, 5))
+    value, grads = nnx.value_and_grad(loss)(make(), x)
+    for degrees in ({"data": 4}, {"fsdp": 4}):
+        for plan in (ax.Plan(), ax.Plan(check_vma=True)):
+            got, made = ax.parallelize(make(), mesh_of(**degrees), plan).value_and_grad(loss)(x)
+            np.testing.assert_allclose(got, value, rtol=1e-9)
+            assert_trees_close(made, nnx.to_pure_dict(grads), "gradients")
+    trainer = ax.DDP(make(), mesh_of(data=2)).trainer(optax.sgd(0.1), loss, accumulate=2)
+    with pytest.raises(
+        ValueError, match=r"calls the model in a function with a derivative of its own .line .* of test_rows"
+    ):
+        trainer.step(x)
+
+
+class Weighing(nnx.Module):
+    """Has a derivative of its own in it, which closes over an array."""
+
+    def __init__(self):
+        self.layer = linear(5, 9, nnx.Rngs(0))
+
+    def __call__(self, x):
+        return jax.vmap(jax.jit(weighed))(self.layer(x))
+
+
+def test_a_derivative_of_a_models_own_that_closes_over_constants_is_followed():
+    x, loss = np.random.default_rng(0).normal(size=(16, 5)), lambda model, x: jnp.square(model(x)).mean()
+    for degrees, plan in PLANS.values():
+        assert_equals_single_device(Weighing(), loss, x, plan, mesh=mesh_of(**degrees), steps=2)

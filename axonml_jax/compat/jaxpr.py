@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import itertools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -193,6 +194,22 @@ class Mapped(NamedTuple):
     options: Mapping[str, Any]
 
 
+class Solve(NamedTuple):
+    """The parts of a linear solve (`jax.lax.custom_linear_solve`): each a jaxpr, and what it reads before the vector.
+
+    Attributes:
+      matvec: the product with the matrix, whose results are like the right side.
+      solve: the solution for a right side, then other results.
+      transposed: the solution with the transposed matrix; None: it cannot be differentiated backwards.
+      first: the first operand of the right side.
+    """
+
+    matvec: tuple[Any, slice]
+    solve: tuple[Any, slice]
+    transposed: tuple[Any, slice] | None
+    first: int
+
+
 class Contraction(NamedTuple):
     """The dims of a product's two operands that are contracted, and those that are batched."""
 
@@ -323,6 +340,36 @@ class Operation:
         params = self.eqn.params
         options = {key: params[key] for key in ("prevent_cse", "policy")}
         return Checkpointed(params["jaxpr"], options, params["differentiated"])
+
+    @property
+    def linear_solve(self) -> Solve | None:
+        """Its view as a linear solve; None for all others."""
+        if self.name != "custom_linear_solve":
+            return None
+        jaxprs, counts = self.eqn.params["jaxprs"], self.eqn.params["const_lengths"]
+        ends = list(itertools.accumulate(counts))
+        parts = [(jaxpr, slice(end - count, end)) for jaxpr, count, end in zip(jaxprs, counts, ends, strict=True)]
+        matvec, _, solve, transposed = parts
+        return Solve(matvec, solve, transposed if transposed[0] is not None else None, ends[-1])
+
+    @property
+    def written(self) -> Any | None:
+        """The jaxpr that may stand in its place: what it merely calls, or what JAX itself writes it in; None for all others.
+
+        The latter are primitives of `jax.experimental.hijax` (JAX 0.12), such as `jnp.searchsorted`, of which no result has a
+        derivative: for others they have rules.
+        """
+        primitive = self.eqn.params.get("_prim") if self.name == "call_hi_primitive" else None
+        if primitive is None:
+            return self.called
+        if self.has_effects or any(jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact) for aval in self.made):
+            return None
+
+        def written(*given: Any) -> list[Any]:
+            with self.scope():
+                return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, given)))
+
+        return trace(written, *(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self.given)).jaxpr
 
     @property
     def mapped(self) -> Mapped | None:
@@ -480,8 +527,16 @@ def _written_at(traced: Any) -> str:
 
 
 def num_closed_over(op: Operation) -> int:
-    """How many of its first operands a function with a derivative of its own (`jax.custom_vjp`) closes over."""
+    """How many of its first operands a function with a derivative of its own (`jax.custom_vjp`) closes over.
+
+    JAX refuses to differentiate by them. Of a call that was traced and then batched there are more, among the other operands.
+    """
     return op.eqn.params.get("num_consts", 0) if op.name == "custom_vjp_call" else 0
+
+
+def is_closed_over(error: Exception) -> bool:
+    """Whether JAX refuses to differentiate by what a function with a derivative of its own closes over."""
+    return type(error).__name__ == "CustomVJPException"
 
 
 def has_users_derivatives(jaxpr: Any) -> bool:

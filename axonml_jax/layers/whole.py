@@ -217,7 +217,7 @@ Places = tuple[tuple[int, str], ...]
 
 def marked_program(jaxpr: Any) -> Program:
     """A program with its marked calls kept and all others inlined."""
-    return read_program(jaxpr, lambda op, inputs: not op.label.startswith(MARK))
+    return read_program(jaxpr, lambda op, inputs: op.called is not None and not op.label.startswith(MARK))
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from axonml_jax.base import named_leaves, warn
 from axonml_jax.compat.jaxpr import has_users_derivatives, trace
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.compat.model_call import Transformed
-from axonml_jax.compat.order import callers_line
+from axonml_jax.compat.order import CALLS_WITH_GRADIENTS, callers_line
 from axonml_jax.compat.row_keys import KNOWN, Drawn, is_row_key, rows_of
 from axonml_jax.meaning.asked import Asked, Traced, WholeAlone, calls_alone, following
 from axonml_jax.meaning.following import Following, calls_model
@@ -169,6 +169,10 @@ def _by_whole(
         raise failed from None
     if trains:
         _refuse_unread(asked, whole)
+    if (line := _called_behind(whole.program.equations)) is not None:
+        return _inlined_decision(
+            asked, in_layers, f"calls the model in a function with a derivative of its own ({line})"
+        )
     if _has_positions(asked):
         return ROWS if talks(whole.program, asked.axes) else _by_positions(asked, traced, whole, in_layers)
     if local is not None and _makes_numbers(asked, whole, local):
@@ -178,6 +182,21 @@ def _by_whole(
     if local is not None and is_plain_mean(local, whole, asked.places(), asked.groups):
         return ROWS
     return Decided(whole, (local.noted if local is not None else calls_alone(asked, whole, 0),), failed=failed)
+
+
+def _called_behind(equations: Sequence[Equation]) -> str | None:
+    """The line of a function with a derivative of its own that calls the model, as an ODE solver's: it knows no parameters.
+
+    None: there is none.
+    """
+    for each in equations:
+        if calls_model(each) and each.name != MODEL_CALL:
+            if each.name in CALLS_WITH_GRADIENTS:
+                return each.op.line or "no line known"
+            for body in each.bodies:
+                if (line := _called_behind(body.equations)) is not None:
+                    return line
+    return None
 
 
 def _by_positions(asked: Asked, traced: TracedAt, whole: Traced, in_layers: bool) -> Decided | str:

@@ -55,6 +55,10 @@ class Following:
             return self.branches(equation, [self.settled(each) for each in given[1:]])
         if equation.called is not None or op.checkpointed is not None:
             return self.call(equation, given)
+        if op.linear_solve is not None:
+            found, made = self.solve(equation, given)
+            self.held(given, found)
+            return made
         if rule_of(op.name).casts:
             return list(given)
         if op.name == MODEL_CALL:
@@ -69,6 +73,26 @@ class Following:
         if equation.name.startswith("custom_"):
             return self.program(inner, [self.settled(each) for each in given])
         return self.program(inner, given)
+
+    def solve(self, equation: Equation, given: Sequence[Places]) -> tuple[list[Places], list[Places]]:
+        """The places of a linear solve's operands, and of its results.
+
+        Its right side is where the product with the matrix is; where one of its parts would send something, all is whole.
+        """
+        view, inner = equation.op.linear_solve, Watching(self.groups, self.calls)
+        assert view is not None
+        given, count = [self.settled(each) for each in given], len(given) - view.first
+
+        def of(part: tuple[Any, slice], vector: list[Places]) -> list[Places]:
+            jaxpr, own = part
+            return [inner.settled(each) for each in inner.program(equation.part(jaxpr), [*given[own], *vector])]
+
+        made = of(view.solve, given[view.first :])
+        right = of(view.matvec, made[:count])
+        back = right if view.transposed is None else of(view.transposed, made[:count])
+        if inner.moved or back != right or of(view.solve, right) != made or any(map(moves, given[view.first :], right)):
+            return [self.none] * len(given), [self.none] * len(made)
+        return [*given[: view.first], *right], made
 
     def settled(self, places: Places) -> Places:
         """The places with every sum completed."""

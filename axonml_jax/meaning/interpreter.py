@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axonml_jax.collectives.primitives import max_over, vary, vary_like
-from axonml_jax.compat.jaxpr import Operation, num_closed_over, trace
+from axonml_jax.compat.jaxpr import Operation, is_closed_over, num_closed_over, trace
 from axonml_jax.meaning.following import Following, TalksItself, Watching, either
 from axonml_jax.meaning.places import SUM, Places, Split, shifted
 from axonml_jax.meaning.values import ACTS, Ranks, Value
@@ -343,6 +343,33 @@ def _while(run: Interpreter, equation: Equation, given: Sequence[Value]) -> list
     return _held(run, equation, made, carried)
 
 
+def _solve(run: Interpreter, equation: Equation, given: Sequence[Value]) -> list[Value]:
+    """Solves for this rank's part of the right side, by programs of its parts: gradients are those of the solution."""
+    view = equation.op.linear_solve
+    assert view is not None
+    places, made = run.following.solve(equation, [value.places for value in given])
+    arrays = [run.ranks.vary(run.ranks.settled(value, at)) for value, at in zip(given, places, strict=True)]
+    right, count = places[view.first :], len(places) - view.first
+
+    def of(part: tuple[Any, slice], vector: list[Places], outs: list[Places]) -> Callable[[list], list]:
+        jaxpr, own = part
+        call = at_places(run, equation.part(jaxpr), [*places[own], *vector], outs)
+        return lambda arrays_of_vector: call(*arrays[own], *arrays_of_vector)
+
+    solve, rest = of(view.solve, right, made), len(made) > count
+    matvec = of(view.matvec, made[:count], right)
+    transposed = None if view.transposed is None else of(view.transposed, made[:count], right)
+    with equation.op.scope():
+        outs: Any = jax.lax.custom_linear_solve(
+            matvec,
+            arrays[view.first :],
+            lambda _, b: (solve(b)[:count], solve(b)[count:]) if rest else solve(b),
+            None if transposed is None else lambda _, b: transposed(b),
+            has_aux=rest,
+        )
+    return _held(run, equation, [*outs[0], *outs[1]] if rest else outs, made)
+
+
 # Derivatives of one's own
 
 
@@ -386,28 +413,50 @@ def forward_derivative(op: Any, *, typed: bool = False) -> Program:
     return read_program(trace(both, *shapes, *[shapes[k] for k in floats]).jaxpr, all_but_named)
 
 
-def backward_derivative(op: Any) -> Program:
-    """The program of the cotangents of a call's floating operands, from its operands and its results' cotangents.
+def moving_of(equation: Equation) -> list[int]:
+    """The operands by which a call with a VJP of its own may be differentiated: floats, but no constants.
 
-    Those of constants that the call's function closes over are zero: JAX refuses to differentiate by them.
+    Nor what its function closes over, by which JAX refuses to differentiate it.
     """
-    floats, avals, closed = floats_of(op.given), op.given, num_closed_over(op)
-    open_ = [k for k in floats if k >= closed]
+    closed = num_closed_over(equation.op)
+    return [k for k in floats_of(equation.op.given) if k >= closed and k not in equation.fixed]
+
+
+def backward_derivative(op: Any, moving: Sequence[int]) -> Program:
+    """The program of the cotangents of some of a call's operands, from all operands and its results' cotangents.
+
+    Args:
+      op: the call.
+      moving: these operands.
+
+    Raises:
+      ClosedOver: where the call's function closes over one of them.
+    """
+    avals, results = op.given, floats_of(op.made)
 
     def pulled(*given: Any) -> Any:
-        given = tuple(_typed(given, [*avals, *(op.made[k] for k in floats_of(op.made))]))
+        given = tuple(_typed(given, [*avals, *(op.made[k] for k in results)]))
         args = given[: len(avals)]
 
-        def call(*moving: Any) -> list:
-            own = dict(zip(open_, moving, strict=True))
+        def call(*moved: Any) -> list:
+            own = dict(zip(moving, moved, strict=True))
             outs = op.bind([own.get(k, x) if k in own else x for k, x in enumerate(args)])
-            return [outs[k] for k in floats_of(op.made)]
+            return [outs[k] for k in results]
 
-        found = jax.vjp(call, *[args[k] for k in open_])[1](list(given[len(avals) :]))
-        return [*(jnp.zeros_like(args[k]) for k in floats if k < closed), *found]
+        return jax.vjp(call, *[args[k] for k in moving])[1](list(given[len(avals) :]))
 
     outs = shapes_of(op.made)
-    return read_program(trace(pulled, *shapes_of(avals), *[outs[k] for k in floats_of(op.made)]).jaxpr, all_but_named)
+    try:
+        traced = trace(pulled, *shapes_of(avals), *[outs[k] for k in results])
+    except Exception as error:
+        if is_closed_over(error):
+            raise ClosedOver(*error.args) from error
+        raise
+    return read_program(traced.jaxpr, all_but_named)
+
+
+class ClosedOver(Exception):
+    """Raised where a call would be differentiated by what its function closes over."""
 
 
 def _custom_jvp(run: Interpreter, equation: Equation, given: Sequence[Value]) -> list[Value]:
@@ -448,15 +497,33 @@ def _custom_vjp(run: Interpreter, equation: Equation, given: Sequence[Value]) ->
     def call(*arrays: Any) -> list:
         return at_places(run, inner, places, made)(*arrays)
 
-    def backward(arrays: Any, cotangents: Any) -> tuple:
+    def forward(*primals: Any) -> tuple:
+        arrays = [each.value for each in primals]
+        return call(*arrays), (arrays, _Moving(k for k in floats if primals[k].perturbed))
+
+    def backward(kept: Any, cotangents: Any) -> tuple:
+        arrays, moving = kept
         given = [*places, *(of_cotangent(made[k]) for k in moved)]
-        rule = at_places(run, backward_derivative(op), given, [of_cotangent(places[k]) for k in floats])
-        found = dict(zip(floats, rule(*arrays, *[cotangents[k] for k in moved]), strict=True))
+        rule = at_places(run, backward_derivative(op, moving), given, [of_cotangent(places[k]) for k in moving])
+        found = dict(zip(moving, rule(*arrays, *[_instantiated(cotangents[k]) for k in moved]), strict=True))
+        found |= {k: jnp.zeros_like(arrays[k]) for k in floats if k not in found}
         return tuple(found[k] if k in found else no_tangent(x) for k, x in enumerate(arrays))
 
-    call.defvjp(lambda *arrays: (call(*arrays), arrays), backward)
+    call.defvjp(forward, backward, symbolic_zeros=True)
     with op.scope():
         return _held(run, equation, call(*arrays), made)
+
+
+@jax.tree_util.register_static
+class _Moving(tuple[int, ...]):
+    """The operands of a call that have a derivative."""
+
+
+def _instantiated(cotangent: Any) -> Any:
+    if not isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return cotangent
+    aval: Any = cotangent.aval
+    return vary_like(jnp.zeros(aval.shape, aval.dtype), aval)
 
 
 def _model_call(run: Interpreter, equation: Equation, given: Sequence[Value]) -> list[Value]:
@@ -470,6 +537,7 @@ BODIES: Mapping[str, Body] = {
     "scan": _scan,
     "while": _while,
     "custom_jvp_call": _custom_jvp,
+    "custom_linear_solve": _solve,
     "custom_vjp_call": _custom_vjp,
     "model_call": _model_call,
 }

@@ -7,6 +7,7 @@ derivative's program. Only what is certain is found.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import numpy as np
 
 from axonml_jax.compat.jaxpr import Operation, is_users_function
 from axonml_jax.compat.order import CALLS_WITH_GRADIENTS
-from axonml_jax.meaning.interpreter import backward_derivative, floats_of, forward_derivative
+from axonml_jax.meaning.interpreter import ClosedOver, backward_derivative, floats_of, forward_derivative, moving_of
 from axonml_jax.meaning.model_call import Call
 from axonml_jax.meaning.places import SUM, Group, Place, Split, step_of
 from axonml_jax.program.program import (
@@ -116,7 +117,9 @@ class _Walk:
             if op.name in CALLS_WITH_GRADIENTS and not self._behind and is_users_function(op):
                 self._behind = True
                 try:
-                    self._backward(op, given, made) if op.name == "custom_vjp_call" else self._forward(op, given, made)
+                    own = self._backward if op.name == "custom_vjp_call" else self._forward
+                    with suppress(ClosedOver):  # nothing is known of it
+                        own(equation, given, made)
                 finally:
                     self._behind = False
             return made
@@ -124,8 +127,9 @@ class _Walk:
             return given
         return self._made(op, given)
 
-    def _forward(self, op: Operation, given: list[State], made: list[State]) -> None:
+    def _forward(self, equation: Equation, given: list[State], made: list[State]) -> None:
         """Notes where a call's own rule for tangents joins rows with a sum over them, and the call itself does not."""
+        op = equation.op
         program = forward_derivative(op)
         found = self.program(program, [*given, *(given[k] for k in floats_of(op.given))])
         calls = [made[k] for k in floats_of(op.made)]
@@ -133,13 +137,13 @@ class _Walk:
             if state.kind == "bent" and call.kind in ("rows", "free"):
                 self.found.append(state.note)
 
-    def _backward(self, op: Operation, given: list[State], made: list[State]) -> None:
+    def _backward(self, equation: Equation, given: list[State], made: list[State]) -> None:
         """Notes what a call's own derivative makes of its results' cotangents, if it is no sum over rows."""
-        floats, results = floats_of(op.given), floats_of(op.made)
+        op, moving, results = equation.op, moving_of(equation), floats_of(equation.op.made)
         found = self.program(
-            backward_derivative(op), [*given, *(self._cotangent(made[k], op.made[k]) for k in results)]
+            backward_derivative(op, moving), [*given, *(self._cotangent(made[k], op.made[k]) for k in results)]
         )
-        for k, state in zip(floats, found, strict=True):
+        for k, state in zip(moving, found, strict=True):
             wanted = self._cotangent(given[k], op.given[k]).kind
             if state.kind == "bent" and wanted != "other":
                 self.found.append(state.note)

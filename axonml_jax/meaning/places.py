@@ -172,7 +172,7 @@ def _breaks_order(op: Operation, step: Step, places: Sequence[Place], ranks: int
 
 
 def _of_group(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
-    if rule_of(op.name).passes or op.name in ("layout_constraint", "reshard", "sharding_constraint"):
+    if rule_of(op.name).passes or op.name in ("device_put", "layout_constraint", "reshard", "sharding_constraint"):
         return Step(tuple(places), tuple(places))
     if is_elementwise(op.name) or op.name == "name":
         return _elementwise(op, places, ranks)
@@ -311,6 +311,15 @@ def _reduction(act: str) -> Rule:
         return None if act == "best" and place.outer > 1 else Step((place,), (None,), act)
 
     return rule
+
+
+def _triangular(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
+    """The step of a solve with a triangular matrix: beside a whole one, right sides that stand side by side are apart."""
+    matrix, right = settled_sums(places)
+    beside = op.given[1].ndim - (1 if op.options["left_side"] else 2)
+    if matrix is None and isinstance(right, Split) and right.dim == beside:
+        return Step((None, right), (right,))
+    return _placed(False)(op, places, ranks)
 
 
 def _stack(op: Operation, places: Sequence[Place], ranks: int) -> Step | None:
@@ -531,6 +540,7 @@ RULES: Mapping[str, Rule] = {
     "reduce_window_sum": _window,
     "stack": _stack,
     "top_k": _top,
+    "triangular_solve": _triangular,
     "dot_general": _product,
     "conv_general_dilated": _convolution,
     **LOOKUPS,

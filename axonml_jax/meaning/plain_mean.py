@@ -14,7 +14,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from axonml_jax.meaning.interpreter import backward_derivative, forward_derivative, of_cotangent
+from axonml_jax.meaning.interpreter import (
+    ClosedOver,
+    backward_derivative,
+    forward_derivative,
+    moving_of,
+    of_cotangent,
+)
 from axonml_jax.meaning.model_call import Unclear, place_of
 from axonml_jax.meaning.places import SUM, Group, Places, Split, local_shape, step_of
 from axonml_jax.program.program import Equation, Program, is_constant, is_elementwise, is_row_by_row, names_of, rule_of
@@ -239,15 +245,19 @@ class Walk:
 
     def _derivative(self, equation: Equation, own: Equation, given: list[Known], made: list[Known]) -> None:
         floats = lambda known, avals: [k for k, aval in zip(known, avals, strict=True) if _is_float(aval)]
-        moving = floats(given, equation.op.given)
         if equation.name == "custom_jvp_call":
+            moving = floats(given, equation.op.given)
             found = self.program(forward_derivative(equation.op), forward_derivative(own.op), [*given, *moving])
             wanted = [*made, *floats(made, equation.op.made)]
         else:
             spread = lambda known: Known(of_cotangent(known.places))
-            cotangents = map(spread, floats(made, equation.op.made))
-            found = self.program(backward_derivative(equation.op), backward_derivative(own.op), [*given, *cotangents])
-            wanted = list(map(spread, moving))
+            moving, cotangents = moving_of(equation), map(spread, floats(made, equation.op.made))
+            try:
+                of_all, of_rank = (backward_derivative(each.op, moving) for each in (equation, own))
+            except ClosedOver:
+                raise NotProven from None
+            found = self.program(of_all, of_rank, [*given, *cotangents])
+            wanted = [spread(given[k]) for k in moving]
         if [known.places for known in found] != [known.places for known in wanted] or any(k.factor != 1 for k in found):
             raise NotProven
 

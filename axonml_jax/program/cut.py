@@ -257,7 +257,9 @@ def sink(
 
 
 def _level(jaxpr: Any, hooked: Mapping[int, int], sliceable: Sliceable, depth: int) -> _Level:
-    program = read_program(jaxpr, lambda op, inputs: any(among(atom, hooked) for atom in inputs))
+    program = read_program(
+        jaxpr, lambda op, inputs: op.called is not None and any(among(atom, hooked) for atom in inputs)
+    )
     level, counts = _Level(program, hooked), reads(program)
     for equation in program.equations:
         used = {k: hooked[atom] for k, atom in enumerate(equation.inputs) if among(atom, hooked)}

@@ -189,7 +189,11 @@ DIMS: Mapping[str, Follow] = {
     **{name: _beside("axis") for name in ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")},
     **{f"reduce_{name}": _without("axes") for name in ("and", "max", "min", "or", "prod", "sum", "xor")},
     **{name: _without("axes") for name in ("argmax", "argmin")},
-    **{name: _before_last(2) for name in ("cholesky", "eigh", "lu", "qr", "svd", "triangular_solve")},
+    **{
+        name: _before_last(2)
+        for name in ("cholesky", "eig", "eigh", "hessenberg", "lu", "qr", "schur", "svd", "triangular_solve")
+    },
+    "lu_pivots_to_permutation": _before_last(1),
 }
 """The rules of primitives that are not elementwise, by name."""
 
@@ -204,7 +208,7 @@ DIMS: Mapping[str, Follow] = {
 # --------------------------------------------------------------------------------------------------
 
 Opens = Callable[[Operation, Sequence[Atom]], bool]
-"""`opens(operation, inputs)`: whether the body of a call stands in its place."""
+"""`opens(operation, inputs)`: whether the body of a call, or what JAX writes a primitive in, stands in its place."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,6 +221,7 @@ class Equation:
       inputs: what it reads: numbers and constants.
       outputs: the numbers of what it makes.
       opens: which calls in its bodies are opened.
+      fixed: which of its operands are made of no input of the program.
     """
 
     op: Operation
@@ -224,6 +229,7 @@ class Equation:
     inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
     opens: Opens
+    fixed: tuple[int, ...] = ()
 
     @cached_property
     def read(self) -> tuple[int, ...]:
@@ -245,6 +251,10 @@ class Equation:
     def condition(self) -> "Program | None":
         """The condition of a while loop."""
         return None if self.op.loop is None else self._inner(self.op.loop.condition)
+
+    def part(self, jaxpr: Any) -> "Program":
+        """The program of one of its jaxprs."""
+        return self._inner(jaxpr)
 
     @cached_property
     def branches(self) -> "tuple[Program, ...]":
@@ -288,7 +298,7 @@ class Program:
 
 def all_calls(op: Operation, inputs: Sequence[Atom]) -> bool:
     """The `opens` that inlines every `jit`."""
-    return True
+    return op.called is not None
 
 
 def no_calls(op: Operation, inputs: Sequence[Atom]) -> bool:
@@ -325,7 +335,7 @@ def is_row_by_row(op: Operation) -> bool:
 
 
 def all_but_named(op: Operation, inputs: Sequence[Atom]) -> bool:
-    """The `opens` that inlines every `jit` except named calls."""
+    """The `opens` that inlines every `jit` except named calls, and what JAX writes in other primitives."""
     return named_call(op) is None
 
 
@@ -334,8 +344,8 @@ def read_program(jaxpr: Any, opens: Opens = all_calls) -> Program:
 
     Args:
       jaxpr: what `trace` returns.
-      opens: which `jit` equations are replaced by their bodies. The numbers that it is given are those of the result, whose
-        inputs come first.
+      opens: which equations are replaced by what they are written in (`Operation.written`). The numbers that it is given are
+        those of the result, whose inputs come first.
     """
     reader = _Reader(opens)
     top = opened(jaxpr)
@@ -350,6 +360,7 @@ class _Reader:
         self.equations: list[Equation] = []
         self.constants: dict[int, Any] = {}
         self.avals: dict[int, Any] = {}
+        self._fixed = set[int]()
 
     def new(self, var: Any) -> int:
         number = next(self._count)
@@ -362,14 +373,19 @@ class _Reader:
         for var, value in parts.constants:
             env[var] = self.new(var)
             self.constants[env[var]] = value
+            self._fixed.add(env[var])
         for eqn in parts.equations:
             op = Operation(eqn, call)
             given = tuple([var if isinstance(var, Literal) else env[var] for var in op.operands])
-            if op.name == "jit" and self.opens(op, given):
-                made = self.inline(opened(op.called), given, op)
+            inner = op.written if self.opens(op, given) else None
+            if inner is not None:
+                made = self.inline(opened(inner), given, op)
             else:
                 made = tuple(map(self.new, op.results))
-                self.equations.append(Equation(op, op.name, given, made, self.opens))
+                fixed = tuple([k for k, atom in enumerate(given) if is_constant(atom) or atom in self._fixed])
+                if len(fixed) == len(given):
+                    self._fixed.update(made)
+                self.equations.append(Equation(op, op.name, given, made, self.opens, fixed))
             env.update(zip(op.results, made, strict=True))
         return [var if isinstance(var, Literal) else env[var] for var in parts.outputs]
 
@@ -555,11 +571,11 @@ _ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp clz complex conj
 convert_element_type copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 floor imag integer_pow is_finite lgamma
 log log1p log2 logistic max min mul mulhi neg nextafter not one_minus_square or population_count pow real
-reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+reciprocal reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
 square stop_gradient sub tan tanh xor
 """
-_SERIES = "bessel_i0e bessel_i1e igamma igammac polygamma regularized_incomplete_beta zeta"
-_COMPARING = "eq ge gt le lt ne"
+_SERIES = "bessel_i0e bessel_i1e igamma igamma_grad_a igammac polygamma polynomial regularized_incomplete_beta zeta"
+_COMPARING = "eq eq_to ge gt le le_to lt lt_to ne"
 _PLACING = "broadcast_in_dim concatenate iota name reshape rev split squeeze stack tile transpose unstack"
 _SELECTING = """
 argmax argmin cumlogsumexp cummax cummin cumprod cumsum device_put dynamic_slice dynamic_update_slice gather
@@ -573,8 +589,8 @@ iota_2x32_shape philox2x32 philox4x32 random_bits random_clone random_fold_in ra
 random_unwrap random_wrap rng_bit_generator threefry2x32 threefry4x32
 """
 _HEAVY = """
-approx_top_k cholesky conv_general_dilated dot_general eig eigh fft geqrf householder_product lu qr ragged_dot_general
-scaled_dot sort svd top_k triangular_solve tridiagonal_solve
+approx_top_k cholesky conv_general_dilated dot_general eig eigh fft geqrf hessenberg householder_product lu
+lu_pivots_to_permutation qr ragged_dot_general scaled_dot schur sort svd top_k triangular_solve tridiagonal_solve
 """
 _CALLS = "closed_call custom_jvp_call custom_vjp_call jit remat2"
 
