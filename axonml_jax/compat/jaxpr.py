@@ -342,36 +342,6 @@ class Operation:
         return Checkpointed(params["jaxpr"], options, params["differentiated"])
 
     @property
-    def linear_solve(self) -> Solve | None:
-        """Its view as a linear solve; None for all others."""
-        if self.name != "custom_linear_solve":
-            return None
-        jaxprs, counts = self.eqn.params["jaxprs"], self.eqn.params["const_lengths"]
-        ends = list(itertools.accumulate(counts))
-        parts = [(jaxpr, slice(end - count, end)) for jaxpr, count, end in zip(jaxprs, counts, ends, strict=True)]
-        matvec, _, solve, transposed = parts
-        return Solve(matvec, solve, transposed if transposed[0] is not None else None, ends[-1])
-
-    @property
-    def written(self) -> Any | None:
-        """The jaxpr that may stand in its place: what it merely calls, or what JAX itself writes it in; None for all others.
-
-        The latter are primitives of `jax.experimental.hijax` (JAX 0.12), such as `jnp.searchsorted`, of which no result has a
-        derivative: for others they have rules.
-        """
-        primitive = self.eqn.params.get("_prim") if self.name == "call_hi_primitive" else None
-        if primitive is None:
-            return self.called
-        if self.has_effects or any(jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact) for aval in self.made):
-            return None
-
-        def written(*given: Any) -> list[Any]:
-            with self.scope():
-                return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, given)))
-
-        return trace(written, *(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self.given)).jaxpr
-
-    @property
     def mapped(self) -> Mapped | None:
         """Its view as a `shard_map`; None for all others."""
         if self.name != "shard_map":
@@ -472,6 +442,36 @@ class Operation:
         """The user's line that it comes from, or the call that it was taken out of; "" where JAX does not say."""
         path, line, function = _place_of(self)
         return f"line {line} of {PurePath(path).name}, {function}" if path else ""
+
+
+def solve_of(op: Operation) -> Solve | None:
+    """The view of an operation as a linear solve; None for all others."""
+    if op.name != "custom_linear_solve":
+        return None
+    jaxprs, counts = op.eqn.params["jaxprs"], op.eqn.params["const_lengths"]
+    ends = list(itertools.accumulate(counts))
+    parts = [(jaxpr, slice(end - count, end)) for jaxpr, count, end in zip(jaxprs, counts, ends, strict=True)]
+    matvec, _, solve, transposed = parts
+    return Solve(matvec, solve, transposed if transposed[0] is not None else None, ends[-1])
+
+
+def written_in(op: Operation) -> Any | None:
+    """The jaxpr that may stand in an operation's place: what it merely calls, or what JAX itself writes it in; None for others.
+
+    The latter are primitives of `jax.experimental.hijax` (JAX 0.12), such as `jnp.searchsorted`, of which no result has a
+    derivative: for others they have rules.
+    """
+    primitive = op.eqn.params.get("_prim") if op.name == "call_hi_primitive" else None
+    if primitive is None:
+        return op.called
+    if op.has_effects or any(jax.numpy.issubdtype(aval.dtype, jax.numpy.inexact) for aval in op.made):
+        return None
+
+    def written(*given: Any) -> list[Any]:
+        with op.scope():
+            return jax.tree.leaves(primitive.expand(*jax.tree.unflatten(primitive.in_tree, given)))
+
+    return trace(written, *(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in op.given)).jaxpr
 
 
 def _place_of(op: Operation) -> tuple[str, str, str]:

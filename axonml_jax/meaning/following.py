@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from axonml_jax.compat.jaxpr import Operation
+from axonml_jax.compat.jaxpr import Operation, solve_of
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.meaning.places import SUM, Group, Place, Places, Split, Step, shifted, step_of
 from axonml_jax.program.program import Equation, Program, ends_by_rows, is_constant, rule_of
@@ -55,7 +55,7 @@ class Following:
             return self.branches(equation, [self.settled(each) for each in given[1:]])
         if equation.called is not None or op.checkpointed is not None:
             return self.call(equation, given)
-        if op.linear_solve is not None:
+        if solve_of(op) is not None:
             found, made = self.solve(equation, given)
             self.held(given, found)
             return made
@@ -79,7 +79,7 @@ class Following:
 
         Its right side is where the product with the matrix is; where one of its parts would send something, all is whole.
         """
-        view, inner = equation.op.linear_solve, Watching(self.groups, self.calls)
+        view, inner = solve_of(equation.op), Watching(self.groups, self.calls)
         assert view is not None
         given, count = [self.settled(each) for each in given], len(given) - view.first
 

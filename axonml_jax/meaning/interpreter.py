@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from axonml_jax.collectives.primitives import max_over, vary, vary_like
-from axonml_jax.compat.jaxpr import Operation, is_closed_over, num_closed_over, trace
+from axonml_jax.compat.jaxpr import Operation, is_closed_over, num_closed_over, solve_of, trace
 from axonml_jax.meaning.following import Following, TalksItself, Watching, either
 from axonml_jax.meaning.places import SUM, Places, Split, shifted
 from axonml_jax.meaning.values import ACTS, Ranks, Value
@@ -345,7 +345,7 @@ def _while(run: Interpreter, equation: Equation, given: Sequence[Value]) -> list
 
 def _solve(run: Interpreter, equation: Equation, given: Sequence[Value]) -> list[Value]:
     """Solves for this rank's part of the right side, by programs of its parts: gradients are those of the solution."""
-    view = equation.op.linear_solve
+    view = solve_of(equation.op)
     assert view is not None
     places, made = run.following.solve(equation, [value.places for value in given])
     arrays = [run.ranks.vary(run.ranks.settled(value, at)) for value, at in zip(given, places, strict=True)]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.base import PyTree
-from axonml_jax.compat.jaxpr import Literal, Operation, function_of, is_ours, opened, trace
+from axonml_jax.compat.jaxpr import Literal, Operation, function_of, is_ours, opened, trace, written_in
 from axonml_jax.compat.order import BARRIER, WAITING
 from axonml_jax.compat.varying_types import CASTS
 
@@ -344,7 +344,7 @@ def read_program(jaxpr: Any, opens: Opens = all_calls) -> Program:
 
     Args:
       jaxpr: what `trace` returns.
-      opens: which equations are replaced by what they are written in (`Operation.written`). The numbers that it is given are
+      opens: which equations are replaced by what they are written in (`written_in`). The numbers that it is given are
         those of the result, whose inputs come first.
     """
     reader = _Reader(opens)
@@ -377,7 +377,7 @@ class _Reader:
         for eqn in parts.equations:
             op = Operation(eqn, call)
             given = tuple([var if isinstance(var, Literal) else env[var] for var in op.operands])
-            inner = op.written if self.opens(op, given) else None
+            inner = written_in(op) if self.opens(op, given) else None
             if inner is not None:
                 made = self.inline(opened(inner), given, op)
             else:
