@@ -285,8 +285,8 @@ to 1,500 lines and a dozen ideas: they are eight rooms of 130 to 550 lines, and 
 of `train` stands beside what sets a run up. Derivatives of a user's own are read in one more. State that moves once a step,
 that two sweeps change, and largest values in microbatches are 300 lines and an arrow in the rooms that there were; lookups of
 rows' own entries are told in one more. What a model's code is not known to keep apart is told in 180 lines, in calls too; a
-check reads the user's mesh. Rows are followed through experts, and proofs read what a result needs alone, in 90 lines. Linear solves of rows, and what JAX
-writes in other primitives, are followed in another 90."""
+check reads the user's mesh. Rows are followed through experts, and proofs read what a result needs alone, in 90 lines.
+Linear solves of rows, and what JAX writes in other primitives, are followed in another 90."""
 
 
 @pytest.mark.slow  # the same on both ends

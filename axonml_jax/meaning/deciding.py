@@ -20,7 +20,7 @@ from axonml_jax.compat.row_keys import KNOWN, Drawn, is_row_key, rows_of
 from axonml_jax.meaning.asked import Asked, Traced, WholeAlone, calls_alone, following
 from axonml_jax.meaning.following import Following, calls_model
 from axonml_jax.meaning.microbatches import Division, Mixing, divided
-from axonml_jax.meaning.mixing import Lost, Numbering, drawn_alike, mixing_inside, not_apart, numbering_inside
+from axonml_jax.meaning.mixing import UNLIKE, Lost, Numbering, drawn_alike, mixing_inside, not_apart, numbering_inside
 from axonml_jax.meaning.model_call import Call, RealCalls, no_share
 from axonml_jax.meaning.places import Group, Places
 from axonml_jax.meaning.plain_mean import is_plain_mean, talks
@@ -350,7 +350,8 @@ def _numbering(asked: Asked, traced: TracedAt) -> Numbering:
     for whole, own, count in _pairs(asked, traced):
         with following("rows by their numbers"):
             each = numbering_inside(whole, own, count, asked.model.state_joins())
-            found, known = [*found, *each.found], each.known
+            before = [note for note in found if note != UNLIKE]  # of one row code may be traced otherwise
+            found, known = [*before, *each.found], each.known
         if known:
             break
     return Numbering(list(dict.fromkeys(found)), known)

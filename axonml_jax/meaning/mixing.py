@@ -22,7 +22,6 @@ rows; what is not is named. Draws for rows by a key that is the same on all rank
 import math
 import operator
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jax
@@ -568,6 +567,9 @@ class Unlike(Exception):
     """Raised where both traces do not do the same, so that nothing can be said."""
 
 
+UNLIKE = "other operations for another number of rows"
+
+
 class State(NamedTuple):
     """What is known of a value.
 
@@ -626,9 +628,10 @@ def numbering_inside(
       ranks: the number of ranks.
       joined: the names of state of which it is said how ranks join it.
     """
-    with suppress(Unlike):
+    try:
         return _numbering_of(whole, local, ranks, joined)
-    return Numbering([], known=False)
+    except Unlike as unlike:
+        return Numbering(list(unlike.args), known=False)
 
 
 def _numbering_of(whole: Sequence[Call], local: Sequence[Call], ranks: int, joined: Container[str]) -> Numbering:
@@ -696,13 +699,13 @@ class _Numbering:
     def program(self, whole: Program, local: Program, given: Sequence[State]) -> list[State]:
         """The states of a program's results."""
         if len(whole.equations) != len(local.equations) or len(whole.constants) != len(local.constants):
-            raise Unlike
+            raise Unlike(UNLIKE)
         env = dict(zip(whole.inputs, given, strict=True))
         for (number, value), own in zip(whole.constants.items(), local.constants.values(), strict=True):
             env[number] = _of_constant(value, own)
         for equation, own in zip(whole.equations, local.equations, strict=True):
             if equation.name != own.name or len(equation.inputs) != len(own.inputs):
-                raise Unlike
+                raise Unlike(UNLIKE)
             read = [_of_atom(a, b, env) for a, b in zip(equation.inputs, own.inputs, strict=True)]
             env.update(zip(equation.outputs, self._equation(equation, own, read), strict=True))
         return [_of_atom(a, b, env) for a, b in zip(whole.outputs, local.outputs, strict=True)]
@@ -723,12 +726,15 @@ class _Numbering:
             return [next((state for state in given if state.place is not None), FREE)] * len(others)
         if (kept := self._kept(op, own.op, given)) is not None:
             return [kept] * len(others)
-        if OTHER in given or rule.kind == "collective":
+        if rule.kind == "collective":
             return others
-        if SIZED in given:
-            return [SIZED if all(state.kind in (*_FIXED, "sized") for state in given) else OTHER] * len(others)
         if all(state.kind in _FIXED for state in given):
             return [self._fixed(equation, own.op, given)] * len(others)
+        if SIZED in given and all(state.kind in (*_FIXED, "sized") for state in given):
+            return [SIZED] * len(others)
+        if OTHER in given or SIZED in given:
+            self._look_at_sizes(op, own.op, given)
+            return others
         return self._moved(op, own.op, given) or self._of_rows(op, own.op, given)
 
     # Bodies
@@ -763,6 +769,7 @@ class _Numbering:
         if own.op.scan is None or own.op.scan.options["length"] != scan.options["length"]:  # it counts trips
             first = body.inputs[scan.num_consts :]
             moves = [new != old for old, new in zip(first, body.outputs[: scan.num_carry], strict=False)]
+            self._counted(equation.op, [state for state, moved in zip(carry, moves, strict=True) if moved])
             carry = [SIZED if state is FREE and moved else state for state, moved in zip(carry, moves, strict=True)]
         return [*carry, *map(_stacked, stacks)]
 
@@ -772,7 +779,17 @@ class _Numbering:
         first = loop.num_condition_consts
         consts, carry = given[first : first + loop.num_body_consts], given[first + loop.num_body_consts :]
         trip = lambda carry: self.program(body, own_body, [*consts, *carry])
-        return self._carried(carry, equation.op.made, trip)
+        made = self._carried(carry, equation.op.made, trip)
+        if any(state in (COUNT, NUMBERED, SIZED) for state in given[:first]) or _counts(
+            equation.condition, own.condition
+        ):
+            self._counted(equation.op, made)
+        return made
+
+    def _counted(self, op: Operation, carry: list[State]) -> None:
+        """Notes a loop that makes so many trips as there are rows, where it carries rows."""
+        if any(state.kind in ("rows", "kept") for state in carry):
+            self.found.append(_note(op))
 
     def _carried(
         self, carry: list[State], avals: Sequence[Any], trip: Callable[[list[State]], list[State]]
@@ -804,13 +821,32 @@ class _Numbering:
         found = max(given, key=lambda state: _FIXED.index(state.kind), default=FREE)
         if op.name in ("slice", "dynamic_slice") and made and not any(grown):
             return NUMBERED if set(made) <= self.rows else SIZED
+        if not made and not any(grown) and found is FREE:
+            return FREE if str(op.options) == str(own.options) else COUNT
         if is_elementwise(op.name):
             return COUNT if found is FREE and _powers_differ(op, own) else found
-        if kind == "placing":
-            return found
         if op.name == "gather" and given[0] is FREE and not grown[0]:
             return found
-        return SIZED if found is not FREE or any(grown) else FREE
+        if found is FREE and not any(grown):
+            return FREE if op.name in ("broadcast_in_dim", "tile") else SIZED
+        if found is FREE:
+            return FREE if _repeats(op, own) else SIZED
+        return found if kind == "placing" else SIZED
+
+    def _look_at_sizes(self, op: Operation, own: Operation, given: list[State]) -> None:
+        """Notes where what depends on the number of rows meets rows, or is added to what may be made of them."""
+        floats = [k for k, aval in enumerate(op.given) if _is_float(aval) or (op.name == "select_n" and k == 0)]
+        sized = [given[k] for k in floats if given[k].kind in ("count", "numbered", "sized")]
+        added = op.name in ("add", "add_any", "sub")
+        if not sized or not (is_elementwise(op.name) or op.name in ("concatenate", "stack", "dot_general")):
+            return
+        if (not added and all(state is COUNT for state in sized)) or rule_of(op.name).compares:
+            return
+        rows = lambda k: (
+            given[k].kind in ("rows", "kept") or (given[k] is OTHER and _grown(op.given[k].shape, own.given[k].shape))
+        )
+        if any(map(rows, floats)) or (added and any(given[k] is OTHER for k in floats)):
+            self.found.append(_note(op))
 
     def _moved(self, op: Operation, own: Operation, given: list[State]) -> list[State] | None:
         """The results of an operation that takes rows by their numbers; None for all others."""
@@ -941,6 +977,17 @@ def _of_atom(atom: Any, own: Any, env: dict[int, State]) -> State:
     return FREE if np.array_equal(atom.val, own.val, equal_nan=equal_nan) else COUNT
 
 
+def _counts(condition: Program | None, own: Program | None) -> bool:
+    """Whether a loop's condition has a constant that depends on the number of rows."""
+    assert condition is not None and own is not None
+    pairs = [
+        pair
+        for a, b in zip(condition.equations, own.equations, strict=False)
+        for pair in zip(a.inputs, b.inputs, strict=False)
+    ]
+    return any(is_constant(a) and is_constant(b) and _of_atom(a, b, {}) is COUNT for a, b in pairs)
+
+
 def _of_constant(value: Any, own: Any) -> State:
     """The state of an array that the code has made without JAX; one that repeats itself rank by rank is free."""
     if value is own or any(isinstance(x, Tracer) or jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in (value, own)):
@@ -951,6 +998,20 @@ def _of_constant(value: Any, own: Any) -> State:
     if np.shape(value) != np.shape(own) and 0 in repeats:
         return OTHER
     return FREE if np.array_equal(np.asarray(value), np.tile(np.asarray(own), repeats)) else NUMBERED
+
+
+def _repeats(op: Operation, own: Operation) -> bool:
+    """Whether an operation whose operands repeat themselves rank by rank along the dims that differ makes what does so too."""
+    differ = lambda a, b: [dim for dim, (x, y) in enumerate(zip(a.shape, b.shape, strict=False)) if x != y]
+    dims = [differ(a, b) for a, b in zip(op.given, own.given, strict=True)]
+    if any(len(each) > 1 for each in dims):
+        return False
+    step = step_of(op, [(Split(each[0]) if each else None,) for each in dims], _GROUP)[0]
+    pairs = zip(step.made, op.made, own.made, strict=True)
+    return all(
+        [place.dim] == differ(a, b) and place.outer == 1 if isinstance(place, Split) else not differ(a, b)
+        for place, a, b in pairs
+    )
 
 
 def _powers_differ(op: Operation, own: Operation) -> bool:
