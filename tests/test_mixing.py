@@ -70,7 +70,21 @@ DECIDED = {
     "by a branch": lambda h: jax.lax.cond(h[:, 0].max() > 0.9, lambda h: 2 * h, jnp.tanh, h),
     "by when a loop ends": lambda h: h + until_small(h),
 }
+TABLE = jnp.arange(192.0, dtype=jnp.float64).reshape(32, 6) / 96
 NUMBERED = {
+    "the mean of so many entries": lambda h: h * TABLE[: len(h)].mean(0),
+    "the entry of their number": lambda h: h * TABLE[len(h)],
+    "as many trips": lambda h: jax.lax.fori_loop(0, len(h), lambda i, h: jnp.tanh(h + 0.1), h),
+    "until as many trips are made": lambda h: (
+        h
+        * jax.lax.while_loop(lambda c: c[0] < len(h), lambda c: (c[0] + 1, c[1] / 2), (0, jax.lax.stop_gradient(h)))[1]
+    ),
+    "the spread of a line": lambda h: h * jnp.linspace(0, 1, len(h)).std(),
+    "the largest of so many": lambda h: h * (1 + jax.lax.top_k(TABLE[:, 0], len(h) // 4)[0].sum()),
+    "repeated by their number": lambda h: h + jnp.repeat(TABLE[:2], len(h) // 2, axis=0),
+    "resized to their number": lambda h: h + jax.image.resize(TABLE, (len(h), 6), "linear"),
+    "a sum in Python": lambda h: h * sum(TABLE[i, 0] for i in range(len(h))),
+    "less as many of a queue": lambda h: h - jnp.tanh(TABLE[: len(h)]).mean(0) * jnp.ones((len(h), 1)),
     "by their number": lambda h: h * len(h),
     "over their number": lambda h: jnp.exp(h / len(h)),
     "beside their number": lambda h: h + 1 / len(h),
@@ -100,8 +114,13 @@ NUMBERED = {
         [h[:1], *(h[i : i + 1] - h[i - 1 : i] for i in range(1, len(h)))]
     ),
     "in Python": lambda h: jnp.stack([h[i] - h[i - 1] for i in range(len(h))]),
+    "backwards, in Python": lambda h: jnp.concatenate([h[i : i + 1] for i in reversed(range(len(h)))]),
 }
 APART = {
+    "beside a token for each": lambda h: h + jnp.tanh(jnp.tile(TABLE[:1], (len(h), 1)) @ TABLE[:6]),
+    "beside a repeated token": lambda h: h * (1 + jnp.repeat(TABLE[1:2], len(h), axis=0)).mean(-1, keepdims=True),
+    "learned queries": lambda h: attended(jnp.broadcast_to(TABLE[:3], (len(h), 3, 6)), h.reshape(-1, 1, 6)),
+    "beside zeros for each": lambda h: h + jnp.cumsum(jnp.zeros((len(h), 6)) + TABLE[2], -1),
     "over features": lambda h: (h - h.mean(-1, keepdims=True)) / (h.std(-1, keepdims=True) + 1e-3),
     "a barrier beside a weight": lambda h: jax.lax.optimization_barrier((h, jnp.ones(3)))[0],
     "a number beside": lambda h: h + 0 * jnp.float32(len(h)),
@@ -133,7 +152,6 @@ UNKNOWN = {
     "counts of experts": lambda h: counted(h),
     "capacities of experts": lambda h: within_capacity(h),
     "chunks in a loop": lambda h: chunks_in_a_loop(h),
-    "backwards, in Python": lambda h: jnp.concatenate([h[i : i + 1] for i in reversed(range(len(h)))]),
     "ordered by a feature": lambda h: h[jnp.argsort(h[:, 0])],
     "the row of the largest": lambda h: h - h[jnp.argmax(h[:, 0])],
     "sums of groups": lambda h: jax.ops.segment_sum(h, jnp.arange(len(h)) % 3, 3)[jnp.arange(len(h)) % 3],
@@ -143,6 +161,11 @@ UNKNOWN = {
     ),
 }
 """What may be a row's own, or all rows', and which it is cannot be told without running it."""
+
+
+def attended(queries, keys):
+    """[n, q, d], [n, k, d] -> [n, d]."""
+    return (jax.nn.softmax(jnp.einsum("nqd,nkd->nqk", queries, keys + TABLE[:4])) @ (keys + TABLE[:4])).mean(1)
 
 
 def one_hot(scores):
@@ -720,7 +743,7 @@ NO_MEANS = {
     "a masked mean": lambda h: (h * (h > 0)).sum() / (h > 0).sum(),
     "the load of experts": lambda h: (one_hot(h).mean(0) * jax.nn.softmax(h[:, :2]).mean(0)).sum(),
     "of rows less their mean": lambda h: jnp.abs(h - h.mean(0)).mean(),
-    "of a sort": lambda h: jnp.sort(h, 0)[:4].mean(),
+    "of a sort": lambda h: jnp.sort(h, 0)[:3].mean(),
 }
 
 
@@ -753,6 +776,8 @@ OF_ALL_ROWS = {
     "the largest three": lambda h: jax.lax.top_k(h[:, 0], 3)[0].mean(),
     "a median": jnp.median,
     "the last sum": lambda h: jnp.cumsum(h, 0)[-1].mean() ** 2,
+    "less as many of a queue": lambda h: (h**2).mean() - (jnp.tanh(TABLE[: len(h), :3]) ** 2).mean(),
+    "beside a repeated table": lambda h: (h * jnp.repeat(TABLE[:2, :3], len(h) // 2, axis=0)).mean(),
 }
 APART_BUT_UNPROVEN = {
     "loops of each row": lambda h: jax.vmap(until_half)(h).mean(),

@@ -453,6 +453,70 @@ class Wrong(nnx.Module):
         return jnp.tanh(self.layer(x))
 
 
+HIDDEN = {
+    "the largest of groups": lambda a, z, groups: a.at[groups].max(z),
+    "the smallest of groups": lambda a, z, groups: a.at[groups].min(z),
+    "products of groups": lambda a, z, groups: a.at[groups].mul(1 + z**2),
+    "largest of segments": lambda a, z, groups: jnp.maximum(a, jax.ops.segment_max(z, groups, 5)),
+    "seen": lambda a, z, groups: a.at[groups].set(1.0),
+    "ages": lambda a, z, groups: (a + 1).at[groups].set(0.0),
+    "the largest few": lambda a, z, groups: jax.lax.top_k(jnp.concatenate([a, z]), 5)[0],
+    "sorted": lambda a, z, groups: jnp.sort(jnp.concatenate([a, z]))[-5:],
+    "the largest so far": lambda a, z, groups: jnp.maximum(a, jax.lax.cummax(z)[-1]),
+    "the row of the largest": lambda a, z, groups: a.at[z.argmax() % 5].add(1.0),
+    "row after row": lambda a, z, groups: jax.lax.scan(lambda a, row: (0.9 * a + 0.1 * row, None), a, z)[0],
+    "a singular value": lambda a, z, groups: a + jnp.linalg.svd(z[:, None], compute_uv=False)[0],
+    "the sign of a mean": lambda a, z, groups: a + jnp.sign(z.mean()),
+    "found in a sort": lambda a, z, groups: a + jnp.searchsorted(jnp.sort(z), 0.0),
+}
+PLAIN = {
+    "a mean": lambda a, z, groups: 0.9 * a + 0.1 * jnp.tanh(z).mean(),
+    "a mean of sorted features": lambda a, z, groups: (
+        0.9 * a + 0.1 * jnp.sort(z[:, None] * jnp.arange(5.0), -1).mean(0)
+    ),
+    "means of matrices": lambda a, z, groups: (
+        0.9 * a + jnp.linalg.inv(z[:, None, None] ** 2 + 3 * jnp.eye(5)).mean((0, 1))
+    ),
+    "no rows": lambda a, z, groups: jnp.sort(a)[::-1] + 1,
+}
+
+
+class Keeping(nnx.Module):
+    """Keeps something of its rows, [n], in five floats."""
+
+    def __init__(self, how):
+        self.layer, self.kept, self.how = linear(4, 1, nnx.Rngs(0)), nnx.Variable(jnp.ones(5, F64)), how
+
+    def __call__(self, x, groups):
+        rows = self.layer(x)[:, 0]
+        self.kept[...] = self.how(self.kept[...], jax.lax.stop_gradient(rows), groups)
+        return rows
+
+
+@pytest.mark.parametrize(
+    "degrees, options",
+    [({"data": 4}, {}), ({"fsdp": 4}, {"remat": "full"}), ({"data": 2}, {"accumulate": 2})],
+    ids=str,
+)
+@pytest.mark.parametrize("how", HIDDEN | PLAIN)
+def test_state_of_rows_of_which_it_is_not_known_is_named_with_what_hides_it(how, degrees, options):
+    draws = np.random.default_rng(0)
+    batch = {"x": draws.normal(size=(16, 4)), "groups": draws.integers(0, 5, 16)}
+    loss = lambda model, batch: (model(batch["x"], batch["groups"]) ** 2).mean()
+    trainer = parallel(degrees, options, Keeping((HIDDEN | PLAIN)[how])).trainer(TX, loss)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer.step(batch)
+    said = [str(each.message) for each in found if "own state depends" in str(each.message)]
+    assert bool(said) == (how in HIDDEN), found
+    assert all(
+        re.search(
+            r"others\): kept( \(not known behind [\w-]+ \(line \d+ of test_state_joins.py, \S+\)|\. Declare)", each
+        )
+        for each in said
+    ), said
+
+
 def named_in(model, degrees, options, rows=12):
     """The leaves that a step's warnings name as no means."""
     return said_by(lambda: parallel(degrees, options, model).trainer(TX, loss_fn).step(batch_of(rows)))

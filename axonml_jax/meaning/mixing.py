@@ -134,6 +134,14 @@ class _Mixing(Following):
         kept = [exact or reduces or jnp.issubdtype(aval.dtype, jnp.inexact) for aval in op.made]
         return [step._replace(made=tuple(m if m != JOINED or k else None for m, k in zip(made, kept, strict=True)))]
 
+    def solve(self, equation: Equation, given: Sequence[Places]) -> tuple[list[Places], list[Places]]:
+        """As ever; what a matrix of several rows solves is made of them, and noted where it solves rows."""
+        if not any(place in (SUM, JOINED) for (place,) in given):
+            return super().solve(equation, given)
+        if any(isinstance(place, Split) for (place,) in given):
+            self._note(equation.op)
+        return [*given], [(JOINED,)] * len(equation.outputs)
+
     def branches(self, equation: Equation, given: Sequence[Places]) -> list[Places]:
         """As ever; noted where several rows choose the branch, and it reads rows."""
         if self._choice == (JOINED,) and _has_rows(given, equation.op.given[1:]):
@@ -309,19 +317,24 @@ def not_apart(whole: Call, local: Call, ranks: int, axes: Container[str], number
       numbers: results without rows that are not known to be means over rows, which these operations may reach too, with
         whether each is one if no operation but sums loses rows.
     """
-    group, count = Group((), ranks), whole.out_rest.count(None)
-    if not whole.alike(local) or whole.traced is None:
-        return []
-    program, walk = program_of(whole.traced), _Apart(group, axes)
-    rows = [_place(a.shape, b.shape, group) for a, b in zip(whole.given, local.given, strict=True)]
-    walk.program(program, [walk.none] * (len(program.inputs) - len(rows)) + [(place,) for place in rows])
-    made = results(program, [_NOTHING] * len(program.inputs), walk.facts, _NOTHING)[:count]
-    pairs = zip(whole.made[:count], local.made[:count], strict=True)
-    found = [own for own, (a, b) in zip(made, pairs, strict=True) if _place(a.shape, b.shape, group) is not None]
-    for k, is_mean in numbers.items():
+    group, count, made = Group((), ranks), whole.out_rest.count(None), lost_in_results(whole, local, ranks, axes)
+    pairs = zip(made[:count], whole.made, local.made, strict=False)
+    found = [own for own, a, b in pairs if _place(a.shape, b.shape, group) is not None]
+    for k, is_mean in numbers.items() if made else ():
         others = frozenset(lost for lost in made[k] if not lost.sums)
         found.append(others if others or is_mean else made[k])
     return sorted(frozenset[Lost]().union(*found))
+
+
+def lost_in_results(whole: Call, local: Call, ranks: int, axes: Container[str]) -> list[frozenset[Lost]]:
+    """What each result of a call, and each variable that it changes, depends on that has lost rows (see `not_apart`)."""
+    if not whole.alike(local) or whole.traced is None:
+        return []
+    group = Group((), ranks)
+    program, walk = program_of(whole.traced), _Apart(group, axes)
+    rows = [_place(a.shape, b.shape, group) for a, b in zip(whole.given, local.given, strict=True)]
+    walk.program(program, [walk.none] * (len(program.inputs) - len(rows)) + [(place,) for place in rows])
+    return results(program, [_NOTHING] * len(program.inputs), walk.facts, _NOTHING)
 
 
 _NOTHING = frozenset[Lost]()
@@ -366,9 +379,7 @@ class _Apart(Following):
         """As ever; noted where rows would be sent, or what is made is in no rank's rows."""
         places = _aligned(op, [place for (place,) in given])
         [step] = super().steps(op, [(place,) for place in places])
-        if op.name.startswith((*_KERNELS, "random_")) or (
-            op.name == "custom_linear_solve" and _solves_apart(op, places)
-        ):
+        if op.name.startswith((*_KERNELS, "random_")):
             step = _beside(op, places)
         elif op.name == "reshape":
             [step] = step_of(op, given, self._real)
@@ -443,12 +454,6 @@ def _made_of(op: Operation, given: Sequence[Places]) -> Places:
         return (place,)
     there = [dim for dim, size in enumerate(made) if size == rows[place.dim]]
     return (place._replace(dim=there[0]) if len(there) == 1 else None,)
-
-
-def _solves_apart(op: Operation, places: Sequence[Place]) -> bool:
-    """Whether rows are batch dims of the matrices and vectors of a linear solve; of its whole numbers they are."""
-    pairs = zip(op.given, places, strict=True)
-    return all(not isinstance(at, Split) or not _is_float(aval) or at.dim < aval.ndim - 2 for aval, at in pairs)
 
 
 _SOME = -1
@@ -1008,10 +1013,7 @@ def _repeats(op: Operation, own: Operation) -> bool:
         return False
     step = step_of(op, [(Split(each[0]) if each else None,) for each in dims], _GROUP)[0]
     pairs = zip(step.made, op.made, own.made, strict=True)
-    return all(
-        [place.dim] == differ(a, b) and place.outer == 1 if isinstance(place, Split) else not differ(a, b)
-        for place, a, b in pairs
-    )
+    return all(isinstance(at, Split) and at.outer == 1 and differ(a, b) == [at.dim] for at, a, b in pairs)
 
 
 def _powers_differ(op: Operation, own: Operation) -> bool:

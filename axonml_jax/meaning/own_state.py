@@ -3,14 +3,15 @@
 Of state that no class declares (`state_joins`) a step takes the mean of the ranks' floats, which is right for averages over
 rows, and the first rank's other values, which is right for what depends on no rows. Traces of the model's calls at the whole
 batch's shapes and at a rank's show what is neither. Of floats only what is known to be no mean is named: a walk of the
-operations (`numbers.py`) that meets one that it does not know says nothing of what is made of it.
+operations (`numbers.py`) that meets one that it does not know says nothing of what is made of it; where such an operation
+is not known to keep rows apart (`mixing.py`), as a scatter by rows or a sort, it is named beside the state.
 
 In microbatches state that follows from no rows, such as a teacher that follows the weights, a counter of steps or the
 vectors of a spectral norm, moves once a step: every microbatch reads it as the step found it.
 """
 
 import operator
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
 from typing import Any
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 
 from axonml_jax.base import named_leaves, warn
 from axonml_jax.meaning.asked import Asked, Traced, following
-from axonml_jax.meaning.mixing import Unlike, of_size
+from axonml_jax.meaning.mixing import Unlike, lost_in_results, of_size
 from axonml_jax.meaning.model_call import Call, Path, Unclear, place_of
 from axonml_jax.meaning.numbers import MIXED, UNKNOWN, Numbers
 from axonml_jax.meaning.places import Group, Split
@@ -58,11 +59,11 @@ def warn_of_state(asked: Asked, traced: Callable[[Sequence[int]], Traced], *, in
         parts = [traced((k,)) for k in asked.everywhere]
     except Exception:  # the user's code takes only some shapes
         return
-    wrong: set[str] = set()
+    wrong = dict[str, str]()
     with following("the model's own state"):
         for group, local in zip(asked.groups, parts, strict=True):
-            wrong.update(_no_means(asked, group, whole, local, in_loss))
-    _warn_of([name for name in leaves if name in wrong - known], "a step")
+            wrong |= _no_means(asked, group, whole, local, in_loss)
+    _warn_of({name: wrong[name] for name in leaves if name in wrong and name not in known}, "a step")
 
 
 def warn_of_calls_state(of_all: Call, of_part: Call, group: Group, known: Container[str]) -> None:
@@ -73,21 +74,22 @@ def warn_of_calls_state(of_all: Call, of_part: Call, group: Group, known: Contai
       group: the parts, and the axes of ranks that have them.
       known: the names of state of which it is known, or said, how ranks join it.
     """
-    wrong = list[str]()
+    wrong = dict[str, str]()
     with following("the model's own state"):
-        wrong += _no_means_of(of_all, of_part, group)
-    _warn_of([name for name in wrong if name not in known], "a call")
+        wrong |= dict(_no_means_of(of_all, of_part, group, ()))
+    _warn_of({name: why for name, why in wrong.items() if name not in known}, "a call")
 
 
-def _warn_of(named: Sequence[str], what: str) -> None:
+def _warn_of(named: Mapping[str, str], what: str) -> None:
+    """Warns of state by its names, each with the operation that hides what it is (""; it is known to be no mean)."""
     if named:
+        each = ", ".join(f"{name} (not known behind {why})" if why else name for name, why in named.items())
         warn(
             f"the model's own state depends on the batch's rows and is no mean over them, but {what} joins it over ranks as "
-            f"one (floats), or takes the first rank's (others): {', '.join(named)}. Declare in the class of its module how "
+            f"one (floats), or takes the first rank's (others): {each}. Declare in the class of its module how "
             "ranks join it, by 'sum', 'max', 'min', 'mean' or 'first', such as state_joins = "
-            f"{{{_last(named[0])!r}: 'sum'}} for what is added up; keep a mean over rows in the place of a sum that decays; "
-            "return it as a metric; or say by "
-            "batch_stats='local' that a rank's own is meant"
+            f"{{{_last(next(iter(named)))!r}: 'sum'}} for what is added up; keep a mean over rows in the place of a sum that "
+            "decays; return it as a metric; or say by batch_stats='local' that a rank's own is meant"
         )
 
 
@@ -95,23 +97,32 @@ def _last(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _no_means(asked: Asked, group: Group, whole: Traced, local: Traced, in_loss: bool) -> Iterator[str]:
-    """The names of what calls of the model, and the loss, change and is known to be no mean over the ranks of a group."""
+def _no_means(asked: Asked, group: Group, whole: Traced, local: Traced, in_loss: bool) -> dict[str, str]:
+    """The names of what calls of the model, and the loss, change and is no mean over the ranks of a group (see `_warn_of`)."""
+    found = dict[str, str]()
     for a, b in zip(whole.noted, local.noted, strict=False):
-        yield from _no_means_of(a, b, group)
+        found |= _no_means_of(a, b, group, asked.typed_axes)
     if in_loss and whole.changed == local.changed:
         rows = len(asked.batch_places())
         given, own = (
             [each.avals[number] for number in each.inputs[len(each.inputs) - rows :]]
             for each in (whole.program, local.program)
         )
-        yield from _named(whole.changed, _Pair(group, whole.program, local.program, given, own))
+        found |= dict.fromkeys(_named(whole.changed, _Pair(group, whole.program, local.program, given, own)), "")
+    return found
 
 
-def _no_means_of(a: Call, b: Call, group: Group) -> Iterator[str]:
-    if a.alike(b) and len(a.changed) == len(a.made) - a.out_rest.count(None):  # else a variable is several arrays
-        of_all, of_rank = (read_program(each.traced, all_but_named) for each in (a, b))
-        yield from _named(a.changed, _Pair(group, of_all, of_rank, a.given, b.given))
+def _no_means_of(a: Call, b: Call, group: Group, axes: Container[str]) -> dict[str, str]:
+    if not a.alike(b) or len(a.changed) != len(a.made) - a.out_rest.count(None):  # a variable is several arrays
+        return {}
+    of_all, of_rank = (read_program(each.traced, all_but_named) for each in (a, b))
+    found = dict.fromkeys(_named(a.changed, _Pair(group, of_all, of_rank, a.given, b.given)), "")
+    if group.positions:
+        return found
+    lost = lost_in_results(a, b, group.ranks, axes)[a.out_rest.count(None) :]
+    names = ("/".join(map(str, path)) for path in a.changed)
+    hidden = {name: sorted(each.note for each in own if not each.sums) for name, own in zip(names, lost, strict=False)}
+    return {name: notes[0] for name, notes in hidden.items() if notes} | found
 
 
 def _named(changed: Sequence[Path], pair: "_Pair") -> Iterator[str]:
@@ -166,7 +177,7 @@ class _Pair(Numbers):
         talks = not set(self._group.axes).isdisjoint(equation.op.mesh_axes) and not rule_of(equation.name).casts
         if talks or (scaled and rows) or any(known is UNKNOWN for known in given):
             return [UNKNOWN] * len(equation.outputs)
-        orders = equation.name in ("ge", "gt", "le", "lt")
+        orders = equation.name in ("ceil", "floor", "ge", "gt", "le", "lt", "round", "sign")
         if orders and any(known.is_sum for known in given):  # what is chosen by it is no mean
             return [MIXED]
         alike = any(known.places == (None,) for known in given)
