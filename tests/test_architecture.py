@@ -262,7 +262,7 @@ def test_no_file_is_named_after_nothing():
 
 CEILINGS = {
     "files with more than five lines of code": 204,
-    "lines of code": 60_400,
+    "lines of code": 60_500,
     "arrows between files": 1_449,
     "methods of the widest class": 29,
     "modules that `ax.DDP` imports": 46,
@@ -286,7 +286,8 @@ of `train` stands beside what sets a run up. Derivatives of a user's own are rea
 that two sweeps change, and largest values in microbatches are 300 lines and an arrow in the rooms that there were; lookups of
 rows' own entries are told in one more. What a model's code is not known to keep apart is told in 180 lines, in calls too; a
 check reads the user's mesh. Rows are followed through experts, and proofs read what a result needs alone, in 90 lines.
-Linear solves of rows, and what JAX writes in other primitives, are followed in another 90."""
+Linear solves of rows, and what JAX writes in other primitives, are followed in another 90; numbers of rows that meet no
+rows, and state that hides behind scatters and sorts, are told in 110."""
 
 
 @pytest.mark.slow  # the same on both ends

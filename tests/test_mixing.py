@@ -825,3 +825,20 @@ def test_numbers_that_the_loss_does_not_read_are_left_alone():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer.step(BATCH)
+
+
+class Listing(nnx.Module):
+    """Returns a list of rows, which has fewer entries of a rank's."""
+
+    def __init__(self):
+        self.layer = nnx.Linear(6, 6, rngs=nnx.Rngs(0), **F64)
+
+    def __call__(self, x):
+        return list(self.layer(x))
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+def test_a_list_of_rows_has_those_of_the_whole_batch(plan):
+    degrees, settings = PLANS[plan]
+    loss = lambda model, batch: sum((row**2).mean() for row in model(batch["x"])) / 16
+    assert_equals_single_device(Listing(), loss, BATCH, settings, mesh=mesh_of(degrees), steps=2)

@@ -410,3 +410,10 @@ def test_other_peoples_models_equal_themselves_on_one_device(make):
         grads = model.value_and_grad(squares)(x)[1]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4 * max(1, np.abs(b).max())), grads, own)
     assert any("tensor" in leaf.sharding.spec for leaf in jax.tree.leaves(model.variables.params))
+
+
+def test_rules_are_a_mapping_or_pairs():
+    rules = {r".*/up/kernel": P(None, "tensor"), r".*/down/kernel": P("tensor")}
+    assert ax.Plan(partition=[*rules.items()]) == ax.Plan(partition=rules)
+    with pytest.raises(ValueError, match=r"rules are pairs of a regular expression .* 3\) is no such pair"):
+        ax.Plan(partition=[("kernel", 3)])

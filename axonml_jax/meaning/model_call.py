@@ -497,6 +497,8 @@ class RealCalls:
         call, wanted = self.whole[number], self.wanted(number, [value.places for value in given])
         arrays = [run.ranks.settled(value, places) for value, places in zip(given, wanted, strict=True)]
         made = self.made(number, arrays)
+        if len(made) != len(call.made):  # as where it returns a list of rows
+            raise Unclear
         if self.local is not None and len(self.groups) > 1:
             places = self.places(number)
         else:

@@ -449,7 +449,7 @@ class Plan:
         mesh, which you make, says where they stand. `data`, `fsdp`, `context` and `pipe` may be given here too.
       pipe: the pipeline along the `pipe` axis; None: the model is not cut.
       partition: rules by which the partitioner splits any model's parameters over `tensor`, also as a mapping of regular
-        expressions of names to `PartitionSpec`s; None: only the model's own layers split over it.
+        expressions of names to `PartitionSpec`s or as pairs of them; None: only the model's own layers split over it.
       precision: dtypes of parameters, computation, reduction and outputs, and of products' operands; the name of a common
         policy is accepted.
       accumulate: microbatches per update and rank; under a pipeline that many times its microbatches, in one pass.
@@ -758,14 +758,14 @@ _USUAL = ("data", "fsdp", "context")
 _DEFAULTS = {"data": Replicate(), "fsdp": Shard(), "context": Context(), "pipe": None}
 _OF_KIND = {
     "mesh": (MeshShape, "an ax.MeshShape of degrees (give a Mesh beside the plan)"),
-    "partition": (Partition, "a mapping of regular expressions of parameter names to PartitionSpecs"),
+    "partition": (Partition, "a mapping of regular expressions of parameter names to PartitionSpecs, or pairs of them"),
 }
 
 
 def _as_rules(given: Any) -> tuple[Any, list[str]]:
-    """Builds path rules from a mapping, and lists its problems; anything else is returned as it is."""
+    """Builds path rules from a mapping or pairs, and lists their problems; anything else is returned as it is."""
     try:
-        return (Partition.of(given) if isinstance(given, Mapping) else given), []
+        return (Partition.of(given) if isinstance(given, (Mapping, list, tuple)) else given), []
     except (TypeError, ValueError) as error:
         return None, [f"partition={given!r}: {error}"]
 
