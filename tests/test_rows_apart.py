@@ -62,7 +62,7 @@ LOSSES = {
         jax.vmap(lambda a, b: jax.scipy.sparse.linalg.cg(lambda v: a @ v, b, maxiter=3)[0])(matrices(rows), rows[:, :3])
     ).mean(),
     "permuted by pivots": lambda rows: jnp.abs(
-        jax.scipy.linalg.lu(rows.reshape(-1, 3, 3))[0] @ rows[:, :3, None]
+        jax.vmap(jax.scipy.linalg.lu)(rows.reshape(-1, 3, 3))[0] @ rows[:, :3, None]
     ).mean(),
     "expm": lambda rows: jax.vmap(jax.scipy.linalg.expm)(matrices(rows) / 4).mean(),
     "polynomials": lambda rows: jnp.square(jax.vmap(jnp.polyval)(rows[:, :4], rows[:, 4:])).mean(),
