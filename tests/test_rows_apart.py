@@ -251,6 +251,48 @@ class Weighing(nnx.Module):
         return jax.vmap(jax.jit(weighed))(self.layer(x))
 
 
+@jax.custom_vjp
+def scaled(rows, weights):
+    """A derivative of one's own by weights, [9], too."""
+    return jnp.sin(rows) * weights
+
+
+scaled.defvjp(
+    lambda rows, weights: (scaled(rows, weights), (rows, weights)),
+    lambda kept, g: (g * jnp.cos(kept[0]) * kept[1], (g * jnp.sin(kept[0])).sum(0)),
+)
+
+
+def summed_beside(rows):
+    """A linear solve that returns more than its solution."""
+    solve = lambda _, b: (b / 2, (b**2).sum())
+    return jax.lax.custom_linear_solve(lambda v: 2 * v, rows, solve, solve, symmetric=True, has_aux=True)
+
+
+WHOLE = {
+    "conjugate gradients of all rows": lambda model, x: jax.scipy.sparse.linalg.cg(lambda v: v * WEIGHTS, model(x))[0],
+    "a solve with more results": lambda model, x: summed_beside(model(x))[0],
+    "such ones of each row": lambda model, x: jax.vmap(summed_beside)(model(x))[0],
+    "a derivative by a constant": lambda model, x: scaled(model(x), WEIGHTS),
+    "a solver that calls the model": lambda model, x: jax.scipy.sparse.linalg.cg(
+        lambda v: v + 0.1 * model(v @ DOWN) - 0.1 * model(0 * v @ DOWN), x @ DOWN.T, maxiter=3
+    )[0],
+}
+DOWN = np.random.default_rng(3).normal(size=(9, 5)) / 5
+
+
+@pytest.mark.parametrize("typed", [False, True])
+@pytest.mark.parametrize("name", WHOLE)
+def test_solvers_and_derivatives_beside_whole_values_are_those_of_one_device(name, typed):
+    make, loss = lambda: linear(5, 9, nnx.Rngs(0)), lambda model, x: jnp.square(WHOLE[name](model, x)).mean()
+    x = np.random.default_rng(0).normal(size=(16, 5))
+    value, grads = nnx.value_and_grad(loss)(make(), x)
+    for degrees in ({"data": 4}, {"fsdp": 4}):
+        got, made = ax.parallelize(make(), mesh_of(**degrees), ax.Plan(check_vma=typed)).value_and_grad(loss)(x)
+        np.testing.assert_allclose(got, value, rtol=1e-9)
+        assert_trees_close(made, nnx.to_pure_dict(grads), "gradients")
+
+
 def test_a_derivative_of_a_models_own_that_closes_over_constants_is_followed():
     x, loss = np.random.default_rng(0).normal(size=(16, 5)), lambda model, x: jnp.square(model(x)).mean()
     for degrees, plan in PLANS.values():

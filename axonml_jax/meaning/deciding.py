@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from axonml_jax.base import named_leaves, warn
-from axonml_jax.compat.jaxpr import has_users_derivatives, trace
+from axonml_jax.compat.jaxpr import has_users_derivatives, solve_of, trace
 from axonml_jax.compat.model_call import PRIMITIVE as MODEL_CALL
 from axonml_jax.compat.model_call import Transformed
 from axonml_jax.compat.order import CALLS_WITH_GRADIENTS, callers_line
@@ -185,13 +185,13 @@ def _by_whole(
 
 
 def _called_behind(equations: Sequence[Equation]) -> str | None:
-    """The line of a function with a derivative of its own that calls the model, as an ODE solver's: it knows no parameters.
+    """The line of a function with a derivative of its own that calls the model, as a solver's: it knows no parameters.
 
     None: there is none.
     """
     for each in equations:
         if calls_model(each) and each.name != MODEL_CALL:
-            if each.name in CALLS_WITH_GRADIENTS:
+            if each.name in CALLS_WITH_GRADIENTS or solve_of(each.op) is not None:
                 return each.op.line or "no line known"
             for body in each.bodies:
                 if (line := _called_behind(body.equations)) is not None:

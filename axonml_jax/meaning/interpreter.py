@@ -93,7 +93,7 @@ class Interpreter:
             with jax.named_scope("axonml.loss"):
                 made = [ACTS[act](self.ranks, op, arrays, joined)]
         else:
-            made = self._bind(op, arrays, wanted, places)
+            made = self.bound(op, arrays, wanted, places)
         return [self.ranks.held(x, at, aval.shape) for x, at, aval in zip(made, places, op.made, strict=True)]
 
     def _cast(self, op: Operation, value: Value) -> Value:
@@ -102,9 +102,10 @@ class Interpreter:
             value.shape, value.dtype, value.places, lambda places: vary(make(places), op.mesh_axes), value.zero
         )
 
-    def _bind(
+    def bound(
         self, op: Operation, arrays: Sequence[Any], wanted: Sequence[Places], made: Sequence[Places]
     ) -> list[Any]:
+        """Runs an operation as it is on arrays in the places in which it takes them."""
         if op.bodies and self.ranks.checked and not op.name.startswith("scatter") and not any(map(any, wanted)):
             arrays = [self.ranks.unvaried(x) for x in arrays]
         changed = localised(op, self.ranks, wanted, made) if any(map(any, [*wanted, *made])) else {}
@@ -348,8 +349,12 @@ def _solve(run: Interpreter, equation: Equation, given: Sequence[Value]) -> list
     view = solve_of(equation.op)
     assert view is not None
     places, made = run.following.solve(equation, [value.places for value in given])
-    arrays = [run.ranks.vary(run.ranks.settled(value, at)) for value, at in zip(given, places, strict=True)]
-    right, count = places[view.first :], len(places) - view.first
+    arrays = [run.ranks.settled(value, at) for value, at in zip(given, places, strict=True)]
+    if not any(
+        map(any, places)
+    ):  # typed as it is: ranks that end its loops together may not differ in their cotangents
+        return _held(run, equation, run.bound(equation.op, arrays, places, made), made)
+    arrays, right, count = list(map(run.ranks.vary, arrays)), places[view.first :], len(places) - view.first
 
     def of(part: tuple[Any, slice], vector: list[Places], outs: list[Places]) -> Callable[[list], list]:
         jaxpr, own = part
