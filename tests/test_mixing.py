@@ -85,6 +85,23 @@ NUMBERED = {
     "resized to their number": lambda h: h + jax.image.resize(TABLE, (len(h), 6), "linear"),
     "a sum in Python": lambda h: h * sum(TABLE[i, 0] for i in range(len(h))),
     "less as many of a queue": lambda h: h - jnp.tanh(TABLE[: len(h)]).mean(0) * jnp.ones((len(h), 1)),
+    "a number that as many trips make": lambda h: (
+        h * jax.lax.while_loop(lambda c: c[0] < len(h), lambda c: (c[0] + 1, c[1] / 2), (0, 1.0))[1]
+    ),
+    "counted down": lambda h: (
+        h * jax.lax.while_loop(lambda c: c[0] > 0, lambda c: (c[0] - 1, 0.9 * c[1]), (len(h), jnp.ones(6)))[1]
+    ),
+    "a scan over so many entries": lambda h: (
+        h * jax.lax.scan(lambda c, row: (c * jnp.cos(row), row), 1.0, TABLE[: len(h), 0])[0]
+    ),
+    "a branch by their number": lambda h: jax.lax.cond(jnp.asarray(len(h)) > 8, jnp.sin, jnp.cos, h),
+    "compared with so many entries": lambda h: jnp.where(h > TABLE[: len(h)].mean(), h, 2 * h),
+    "the feature of their number": lambda h: h * h[:, len(h) // 4 - 1 :][:, :1],
+    "as many features": lambda h: h * h[:, : len(h) // 4].mean(1, keepdims=True),
+    "features rolled by their number": lambda h: h + 2 * jnp.roll(h, len(h) // 4, 1),
+    "solved by so many entries": lambda h: (
+        h * jnp.linalg.solve(jnp.eye(len(h)) * 2 + TABLE[: len(h), :1], TABLE[: len(h)]).mean(0)
+    ),
     "by their number": lambda h: h * len(h),
     "over their number": lambda h: jnp.exp(h / len(h)),
     "beside their number": lambda h: h + 1 / len(h),

@@ -596,6 +596,7 @@ class State(NamedTuple):
 
 
 FREE, COUNT, NUMBERED, SIZED, OTHER = map(State, ("free", "count", "numbered", "sized", "other"))
+_SIZES = (COUNT, NUMBERED, SIZED)
 _FIXED = ("free", "count", "numbered")
 _LINES = """
 add_any broadcast_in_dim convert_element_type conv_general_dilated copy div dot_general mul name neg pvary reduce_sum reshape
@@ -724,11 +725,13 @@ class _Numbering:
                 return self._with_bodies(equation, own, given)
             except Unlike:
                 del self.found[before:]
-                return others
+                apart = all(state.kind in (*_FIXED, "sized") for state in given)
+                return [SIZED] * len(others) if apart and any(state in _SIZES for state in given) else others
         if rule.casts or rule.passes:
             return given
         if rule.kind == "random":  # keys of rows lead
-            return [next((state for state in given if state.place is not None), FREE)] * len(others)
+            sized = SIZED if COUNT in given or SIZED in given else FREE
+            return [next((state for state in given if state.place is not None), sized)] * len(others)
         if (kept := self._kept(op, own.op, given)) is not None:
             return [kept] * len(others)
         if rule.kind == "collective":
@@ -740,6 +743,8 @@ class _Numbering:
         if OTHER in given or SIZED in given:
             self._look_at_sizes(op, own.op, given)
             return others
+        if _reads_size(op, own.op, given):
+            self.found.append(_note(op))
         return self._moved(op, own.op, given) or self._of_rows(op, own.op, given)
 
     # Bodies
@@ -750,6 +755,8 @@ class _Numbering:
         if equation.op.loop is not None:
             return self._loop(equation, own, given)
         if equation.branches:
+            if given[0] in _SIZES:
+                self.found.append(_note(equation.op))
             made = [self.program(a, b, given[1:]) for a, b in zip(equation.branches, own.branches, strict=True)]
             return [_joined(each) for each in zip(*made, strict=True)]
         if is_row_by_row(equation.op) and given[-1].kind == "rows":
@@ -776,6 +783,8 @@ class _Numbering:
             moves = [new != old for old, new in zip(first, body.outputs[: scan.num_carry], strict=False)]
             self._counted(equation.op, [state for state, moved in zip(carry, moves, strict=True) if moved])
             carry = [SIZED if state is FREE and moved else state for state, moved in zip(carry, moves, strict=True)]
+            if all(state.kind in (*_FIXED, "sized") for state in given):
+                return [SIZED] * len(equation.outputs)
         return [*carry, *map(_stacked, stacks)]
 
     def _loop(self, equation: Equation, own: Equation, given: list[State]) -> list[State]:
@@ -785,11 +794,12 @@ class _Numbering:
         consts, carry = given[first : first + loop.num_body_consts], given[first + loop.num_body_consts :]
         trip = lambda carry: self.program(body, own_body, [*consts, *carry])
         made = self._carried(carry, equation.op.made, trip)
-        if any(state in (COUNT, NUMBERED, SIZED) for state in given[:first]) or _counts(
-            equation.condition, own.condition
-        ):
-            self._counted(equation.op, made)
-        return made
+        read = [*given[:first], *given[first + loop.num_body_consts :]]
+        if not any(state in _SIZES for state in read) and not _counts(equation.condition, own.condition):
+            return made
+        self._counted(equation.op, made)
+        apart = all(state.kind in (*_FIXED, "sized") for state in given)
+        return [SIZED] * len(made) if apart else [SIZED if state is FREE else state for state in made]
 
     def _counted(self, op: Operation, carry: list[State]) -> None:
         """Notes a loop that makes so many trips as there are rows, where it carries rows."""
@@ -845,7 +855,7 @@ class _Numbering:
         added = op.name in ("add", "add_any", "sub")
         if not sized or not (is_elementwise(op.name) or op.name in ("concatenate", "stack", "dot_general")):
             return
-        if (not added and all(state is COUNT for state in sized)) or rule_of(op.name).compares:
+        if not added and all(state is COUNT for state in sized):
             return
         rows = lambda k: (
             given[k].kind in ("rows", "kept") or (given[k] is OTHER and _grown(op.given[k].shape, own.given[k].shape))
@@ -980,6 +990,17 @@ def _of_atom(atom: Any, own: Any, env: dict[int, State]) -> State:
         return env[atom]
     equal_nan = _is_float(np.asarray(atom.val))
     return FREE if np.array_equal(atom.val, own.val, equal_nan=equal_nan) else COUNT
+
+
+def _reads_size(op: Operation, own: Operation, given: Sequence[State]) -> bool:
+    """Whether a slice of rows, or of their features, begins or ends by how many rows there are."""
+    if op.name == "dynamic_slice":
+        return given[0].kind == "rows" and COUNT in given[1:]
+    if op.name != "slice" or given[0].place is None:
+        return False
+    of_all, of_rank = ([each.options[name] for name in ("start_indices", "limit_indices")] for each in (op, own))
+    pairs = zip(zip(*of_all, strict=True), zip(*of_rank, strict=True), strict=True)
+    return any(a != b and dim != given[0].place.dim for dim, (a, b) in enumerate(pairs))
 
 
 def _counts(condition: Program | None, own: Program | None) -> bool:
