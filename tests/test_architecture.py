@@ -287,7 +287,7 @@ that two sweeps change, and largest values in microbatches are 300 lines and an 
 rows' own entries are told in one more. What a model's code is not known to keep apart is told in 180 lines, in calls too; a
 check reads the user's mesh. Rows are followed through experts, and proofs read what a result needs alone, in 90 lines.
 Linear solves of rows, and what JAX writes in other primitives, are followed in another 90; numbers of rows that meet no
-rows, and state that hides behind scatters and sorts, are told in 110."""
+rows, and state that hides behind scatters and sorts, are told in 150."""
 
 
 @pytest.mark.slow  # the same on both ends

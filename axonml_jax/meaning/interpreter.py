@@ -418,13 +418,14 @@ def forward_derivative(op: Any, *, typed: bool = False) -> Program:
     return read_program(trace(both, *shapes, *[shapes[k] for k in floats]).jaxpr, all_but_named)
 
 
-def moving_of(equation: Equation) -> list[int]:
-    """The operands by which a call with a VJP of its own may be differentiated: floats, but no constants.
+def open_floats(equation: Equation) -> list[int]:
+    """The floating operands of a call with a VJP of its own, but for what its equation says that its function closes over."""
+    return [k for k in floats_of(equation.op.given) if k >= num_closed_over(equation.op)]
 
-    Nor what its function closes over, by which JAX refuses to differentiate it.
-    """
-    closed = num_closed_over(equation.op)
-    return [k for k in floats_of(equation.op.given) if k >= closed and k not in equation.fixed]
+
+def moving_of(equation: Equation) -> list[int]:
+    """The operands by which such a call may be differentiated: no constants, among which is all that it closes over."""
+    return [k for k in open_floats(equation) if k not in equation.fixed]
 
 
 def backward_derivative(op: Any, moving: Sequence[int]) -> Program:

@@ -14,12 +14,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from axonml_jax.compat.jaxpr import num_closed_over
 from axonml_jax.meaning.interpreter import (
     ClosedOver,
     backward_derivative,
     forward_derivative,
     moving_of,
+    open_floats,
     of_cotangent,
 )
 from axonml_jax.meaning.model_call import Unclear, place_of
@@ -253,7 +253,7 @@ class Walk:
         else:
             spread = lambda known: Known(of_cotangent(known.places))
             moving, cotangents = moving_of(equation), map(spread, floats(made, equation.op.made))
-            if any(_is_float(equation.op.given[k]) for k in equation.fixed if k >= num_closed_over(equation.op)):
+            if len(moving) < len(open_floats(equation)):
                 raise NotProven  # by rows alone, what its rule says of a constant would be typed otherwise than that
             try:
                 of_all, of_rank = (backward_derivative(each.op, moving) for each in (equation, own))
