@@ -424,7 +424,7 @@ def open_floats(equation: Equation) -> list[int]:
 
 
 def moving_of(equation: Equation) -> list[int]:
-    """The operands by which such a call may be differentiated: no constants, among which is all that it closes over."""
+    """The operands by which such a call may be differentiated: those that are no constants, as most that it closes over are."""
     return [k for k in open_floats(equation) if k not in equation.fixed]
 
 

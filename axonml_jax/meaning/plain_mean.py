@@ -19,8 +19,8 @@ from axonml_jax.meaning.interpreter import (
     backward_derivative,
     forward_derivative,
     moving_of,
-    open_floats,
     of_cotangent,
+    open_floats,
 )
 from axonml_jax.meaning.model_call import Unclear, place_of
 from axonml_jax.meaning.places import SUM, Group, Places, Split, local_shape, step_of
