@@ -92,6 +92,10 @@ OPERATIONS = {
     "cholesky": (jnp.linalg.cholesky, MATRICES),
     "eigh": (lambda x: jnp.linalg.eigh(x), MATRICES),
     "lu": (lambda x: lax.linalg.lu(x), MATRICES),
+    "lu_pivots_to_permutation": (
+        lambda x: lax.linalg.lu_pivots_to_permutation(x, 5),
+        jnp.int32([[0, 2, 2], [1, 1, 4], [2, 4, 3], [0, 1, 2]]),
+    ),
     "qr": (lambda x: jnp.linalg.qr(x), MATRICES),
     "svd": (lambda x: jnp.linalg.svd(x), MATRICES),
     "triangular_solve": (lambda x, y: lax.linalg.triangular_solve(x, y, left_side=True), MATRICES, arange(4, 3, 2)),
@@ -223,8 +227,8 @@ def test_a_primitive_without_a_rule_is_opaque():
 
 
 OTHER_VERSIONS = set(
-    """closed_call log2 one_minus_square pbroadcast_dynamic pcast reduced_vary_cast reduced_vary_cast_p unreduced_pmax
-    unreduced_pmin vary_unreduced_cast vary_unreduced_cast_p""".split()  # noqa: SIM905
+    """closed_call log2 one_minus_square pbroadcast_dynamic pcast polynomial reduced_vary_cast reduced_vary_cast_p
+    unreduced_pmax unreduced_pmin vary_unreduced_cast vary_unreduced_cast_p""".split()  # noqa: SIM905
 )
 """Primitives with a rule that one end of the supported range of JAX lacks."""
 

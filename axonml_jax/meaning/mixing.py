@@ -19,6 +19,7 @@ Of all else it is asked whether it is known to keep rows apart (`not_apart`), by
 rows; what is not is named. Draws for rows by a key that is the same on all ranks are found by both traces (`drawn_alike`).
 """
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -705,13 +706,13 @@ class _Numbering:
     def program(self, whole: Program, local: Program, given: Sequence[State]) -> list[State]:
         """The states of a program's results."""
         if len(whole.equations) != len(local.equations) or len(whole.constants) != len(local.constants):
-            raise Unlike(UNLIKE)
+            raise _unlike(whole, local)
         env = dict(zip(whole.inputs, given, strict=True))
         for (number, value), own in zip(whole.constants.items(), local.constants.values(), strict=True):
             env[number] = _of_constant(value, own)
         for equation, own in zip(whole.equations, local.equations, strict=True):
             if equation.name != own.name or len(equation.inputs) != len(own.inputs):
-                raise Unlike(UNLIKE)
+                raise _unlike(whole, local)
             read = [_of_atom(a, b, env) for a, b in zip(equation.inputs, own.inputs, strict=True)]
             env.update(zip(equation.outputs, self._equation(equation, own, read), strict=True))
         return [_of_atom(a, b, env) for a, b in zip(whole.outputs, local.outputs, strict=True)]
@@ -981,6 +982,14 @@ class _Numbering:
         if not (scaled or scales) or state.place is None:
             return state
         return state._replace(scaled=True, note=scaled[0].note if scaled else _note(op))
+
+
+def _unlike(whole: Program, local: Program) -> Unlike:
+    """The error for programs that do not do the same; it says so of the user's code, and nothing of this library's layers."""
+    pairs = itertools.zip_longest(whole.equations, local.equations)
+    differ = lambda a, b: a is None or b is None or a.name != b.name or len(a.inputs) != len(b.inputs)
+    first = next((a or b for a, b in pairs if differ(a, b)), None)
+    return Unlike() if first is not None and is_ours(first.op) else Unlike(UNLIKE)
 
 
 def _of_atom(atom: Any, own: Any, env: dict[int, State]) -> State:

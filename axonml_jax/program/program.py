@@ -189,10 +189,7 @@ DIMS: Mapping[str, Follow] = {
     **{name: _beside("axis") for name in ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")},
     **{f"reduce_{name}": _without("axes") for name in ("and", "max", "min", "or", "prod", "sum", "xor")},
     **{name: _without("axes") for name in ("argmax", "argmin")},
-    **{
-        name: _before_last(2)
-        for name in ("cholesky", "eig", "eigh", "hessenberg", "lu", "qr", "schur", "svd", "triangular_solve")
-    },
+    **{name: _before_last(2) for name in ("cholesky", "eigh", "lu", "qr", "svd", "triangular_solve")},
     "lu_pivots_to_permutation": _before_last(1),
 }
 """The rules of primitives that are not elementwise, by name."""
@@ -571,7 +568,7 @@ _ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp clz complex conj
 convert_element_type copy cos cosh digamma div erf erf_inv erfc exp exp2 expm1 floor imag integer_pow is_finite lgamma
 log log1p log2 logistic max min mul mulhi neg nextafter not one_minus_square or population_count pow real
-reciprocal reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
+reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt
 square stop_gradient sub tan tanh xor
 """
 _SERIES = "bessel_i0e bessel_i1e igamma igamma_grad_a igammac polygamma polynomial regularized_incomplete_beta zeta"
