@@ -350,9 +350,8 @@ def _solve(run: Interpreter, equation: Equation, given: Sequence[Value]) -> list
     assert view is not None
     places, made = run.following.solve(equation, [value.places for value in given])
     arrays = [run.ranks.settled(value, at) for value, at in zip(given, places, strict=True)]
-    if not any(
-        map(any, places)
-    ):  # typed as it is: ranks that end its loops together may not differ in their cotangents
+    if not any(map(any, places)):
+        # Typed as it is: ranks that end its loops together may not differ in their cotangents.
         return _held(run, equation, run.bound(equation.op, arrays, places, made), made)
     arrays, right, count = list(map(run.ranks.vary, arrays)), places[view.first :], len(places) - view.first
 
